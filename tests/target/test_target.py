@@ -1,0 +1,118 @@
+"""Finding, loading and tapping a target."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dflash_lightning.target.loading import FrozenHead, load_frozen_head, load_model
+from dflash_lightning.target.mask_token import check_mask_token, choose_mask_token
+from dflash_lightning.target.resolve import load_tokenizer, resolve_target
+from dflash_lightning.target.tap import TappedTarget, pack_hidden, pad_rows
+
+
+@pytest.mark.parametrize("ids", [[0], [1, 3], [5, 2], [1, 7]])
+def test_b01_tap_is_the_output_of_that_layer_before_the_final_norm(tiny_target: str, ids: list[int]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    tokens = torch.arange(10, 22)[None]
+    outputs: dict[int, torch.Tensor] = {}
+    for i, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(
+            lambda _m, _a, out, i=i: outputs.__setitem__(i, out[0] if type(out) is tuple else out)
+        )
+    with torch.inference_mode():
+        hf = model.model(tokens, output_hidden_states=True).hidden_states
+    taps = TappedTarget(tiny_target, ids, dtype="float32").forward(tokens)
+    for i, tap in zip(ids, taps, strict=True):
+        torch.testing.assert_close(tap, outputs[i], atol=1e-5, rtol=1e-5)
+        if i < 7:  # hidden_states[n] holds the final-normed state instead of the last layer's output
+            torch.testing.assert_close(tap, hf[i + 1], atol=1e-5, rtol=1e-5)
+
+
+def test_layers_above_the_last_tap_are_dropped(tiny_target: str) -> None:
+    tapped = TappedTarget(tiny_target, [1, 3])
+    assert len(tapped.decoder.layers) == 4
+
+
+def test_last_hidden_state_is_one_more_tap(tiny_target: str) -> None:
+    taps = TappedTarget(tiny_target, [1], last_hidden_state=True).forward(torch.arange(5, 9)[None])
+    expected = TappedTarget(tiny_target, [1, 7]).forward(torch.arange(5, 9)[None])
+    assert all(torch.equal(a, b) for a, b in zip(taps, expected, strict=True))
+
+
+def test_b04_rows_do_not_depend_on_their_batch(tiny_target: str) -> None:
+    rows = [list(range(4, 4 + n)) for n in (3, 9, 5, 7)]
+    tapped = TappedTarget(tiny_target, [1, 4], dtype="float32")
+    together = pack_hidden(tapped.forward(pad_rows(rows)), [len(r) for r in rows])
+    alone = torch.cat([pack_hidden(tapped.forward(pad_rows([r])), [len(r)]) for r in rows])
+    again = pack_hidden(tapped.forward(pad_rows(rows)), [len(r) for r in rows])
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+    assert torch.equal(together, again)
+
+
+def test_layer_ids_out_of_range_are_named(tiny_target: str) -> None:
+    with pytest.raises(ValueError, match=r"target_layer_ids=\[1, 8\].*0..7"):
+        TappedTarget(tiny_target, [1, 8])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "qwen3_5", "gpt2"])
+def test_frozen_head_equals_the_whole_models(family: str, tmp_path: Path) -> None:
+    import transformers as tf
+
+    small = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = {
+        "llama": lambda: tf.LlamaConfig(**small, tie_word_embeddings=True),
+        "gemma2": lambda: tf.Gemma2Config(**small),
+        "gemma3": lambda: tf.Gemma3TextConfig(**small),
+        "qwen3_5": lambda: tf.Qwen3_5TextConfig(**small),
+        "gpt2": lambda: tf.GPT2Config(vocab_size=96, n_embd=32, n_layer=4, n_head=2),
+    }[family]()
+    model = tf.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    head = load_frozen_head(str(tmp_path))
+    ids = torch.arange(7)
+    assert torch.equal(head.embedding(ids), model.get_input_embeddings()(ids)), "scaled embeddings stay scaled"
+    assert torch.equal(head.weight, model.get_output_embeddings().weight)
+    assert head.final_norm is not None
+    whole = FrozenHead.of(model)
+    state = torch.randn(3, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(head.final_norm(state), whole.final_norm(state))
+    taps = TappedTarget(str(tmp_path), [0, 2]).forward(ids[None])
+    assert [tuple(t.shape) for t in taps] == [(1, 7, 32)] * 2
+
+
+def test_frozen_head_leaves_the_layers_on_disk(tiny_target: str) -> None:
+    model = load_model(tiny_target, num_layers=0)
+    assert sum(p.numel() for p in model.parameters()) == 2 * 260 * 32 + 32
+
+
+def test_bad_targets_are_named(tmp_path: Path, tiny_target: str) -> None:
+    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+        resolve_target(str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        resolve_target(str(tmp_path / "empty"))
+    shutil.copy(Path(tiny_target) / "config.json", tmp_path / "empty")
+    with pytest.raises(FileNotFoundError, match="no weights"):
+        resolve_target(str(tmp_path / "empty"))
+    with pytest.raises(ValueError, match="target=''"):
+        resolve_target("")
+    with pytest.raises(OSError, match="target=nobody/nothing"):
+        load_model("nobody/nothing")
+
+
+def test_mask_token_is_one_that_text_never_holds(tiny_target: str) -> None:
+    tokenizer = load_tokenizer(tiny_target)
+    assert choose_mask_token(tokenizer, 260) == 3, "the special token that the template does not use"
+    assert choose_mask_token(tokenizer, 300) == 260, "an embedding row past the tokenizer's ids"
+    check_mask_token(3, tokenizer, 260)
+    check_mask_token(299, tokenizer, 300)
+    for bad, rows, why in ((300, 300, "outside"), (-1, 260, "outside"), (2, 260, "in use"), (65, 260, "in use")):
+        with pytest.raises(ValueError, match=f"mask_token_id={bad}.*{why}"):
+            check_mask_token(bad, tokenizer, rows)
