@@ -53,6 +53,7 @@ class HiddenStateBatch:
     cursor: Cursor | None = None
     row_ids: tuple[int, ...] = ()
     num_tokens: int = 0  # real tokens (T without its padding)
+    num_labels: int | None = None  # labelled slots, counted on the host; None = not counted
     step_seed: int = 0  # seed of everything random in this step, from (seed, epoch, batch number, pass)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> HiddenStateBatch:

@@ -189,6 +189,7 @@ class _LoaderIterator(Iterator[HiddenStateBatch]):
             cursor=self._cursor_after(epoch, number, reuse_pass, num_batches),
             row_ids=tokens.row_ids,
             num_tokens=tokens.num_tokens,
+            num_labels=int(layout["label_mask"].sum()),
             step_seed=seed,
         )
         if self._loader.device.type == "cpu":

@@ -135,6 +135,7 @@ class DFlashModule(LightningModule):
         self.last_logged: dict[str, float] = {}
         self._frozen: FrozenHead | None = None
         self._window_denominator: Tensor | None = None
+        self._window_may_be_empty = True
         self._grad_norm: Tensor | None = None
         self._total_steps = 0
         self._optimizer_step_started = 0.0
@@ -194,7 +195,10 @@ class DFlashModule(LightningModule):
         layout = make_block_layout(batch)
         block_ids_NK = torch.full_like(batch.labels, self.mask_token_id)
         block_ids_NK[:, 0] = batch.input_ids[layout.anchors]
-        embeddings_NKH = frozen.embedding(block_ids_NK).to(self.drafter.fc.weight.dtype)
+        device = batch.labels.device.type
+        # Under autocast the residual stream has the low precision's dtype: half the memory, and no casts on the way.
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.drafter.fc.weight.dtype
+        embeddings_NKH = frozen.embedding(block_ids_NK).to(dtype)
         with span("dflash.layers"):
             states_NKH = self.drafter(embeddings_NKH, hidden_TF, layout, attention=self.attention)
         with span("dflash.loss"):
@@ -211,6 +215,7 @@ class DFlashModule(LightningModule):
             denominator = out.denominator.detach()
             window = self._window_denominator
             self._window_denominator = denominator if window is None else window + denominator
+            self._window_may_be_empty &= batch.num_labels == 0
         # Lightning divides by the window's length, DDP by the ranks; `configure_gradient_clipping` undoes both.
         return out.numerator
 
@@ -236,6 +241,7 @@ class DFlashModule(LightningModule):
             raise ValueError(f"trainer.gradient_clip_algorithm={gradient_clip_algorithm!r}: 'norm' is supported")
         parameters = [p for p in self.drafter.parameters() if p.grad is not None]
         denominator, self._window_denominator = self._window_denominator, None
+        may_be_empty, self._window_may_be_empty = self._window_may_be_empty, True
         assert denominator is not None
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(denominator)
@@ -245,6 +251,11 @@ class DFlashModule(LightningModule):
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
         limit = gradient_clip_val if gradient_clip_val else float("inf")
         self._grad_norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        # sync: only where this rank's whole window had no label. Zero gradients would still let momentum and weight
+        # decay move the weights; without gradients the optimizer leaves them alone.
+        if may_be_empty and float(denominator) == 0.0:
+            for parameter in parameters:
+                parameter.grad = None
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)

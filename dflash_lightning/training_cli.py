@@ -77,10 +77,12 @@ class DFlashCLI(LightningCLI):
         config = self._get(self.config_init, "trainer")
         run_dir = Path(config["default_root_dir"] or DEFAULT_RUN_DIR)
         checkpoint = self._checkpoint_path(run_dir)
-        if config["logger"] in (None, True):
+        if self.subcommand == "validate" and config["logger"] in (None, True):
+            kwargs["logger"] = False  # its figures belong to no step of the run; `after_validate` prints them
+        elif config["logger"] in (None, True):
             # Events after the checkpoint belong to steps that will be run again: TensorBoard drops them.
             purge: dict[str, Any] = {}
-            if checkpoint is not None and self.subcommand == "fit":
+            if checkpoint is not None:
                 purge["purge_step"] = (checkpoint_step(checkpoint) or 0) + 1
             kwargs["logger"] = TensorBoardLogger(str(run_dir), name="", version="", default_hp_metric=False, **purge)
         if config["enable_progress_bar"] is False:
@@ -88,6 +90,10 @@ class DFlashCLI(LightningCLI):
         plugins = config["plugins"] or []
         kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
         return super().instantiate_trainer(**kwargs)
+
+    def after_validate(self) -> None:
+        for name, value in sorted(self.trainer.callback_metrics.items()):
+            print(f"{name:<24} {float(value):.4f}")
 
     def _checkpoint_path(self, run_dir: Path) -> Path | None:
         """Resolve `--ckpt_path last`, and refuse to start a fresh run on top of an old one."""

@@ -171,9 +171,33 @@ def test_a_batch_without_an_anchor_is_a_step_with_zero_loss(make_run, write_chat
     rows = [{"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 0, 1, 0]} for _ in range(4)]
     file = tmp_path / "ids.jsonl"
     file.write_text("\n".join(json.dumps(r) for r in rows))
-    record, folder = run(make_run, str(file), 1, name="run")
-    assert record.losses == [0.0]
-    assert read_scalars(folder)["train/loss"] == [(1, 0.0)]
+    record, folder = run(make_run, str(file), 2, name="run", trainer_max_epochs=2)
+    assert record.losses == [0.0, 0.0]
+    assert read_scalars(folder)["train/loss"] == [(1, 0.0), (2, 0.0)]
+    state = torch.load(find_last_checkpoint(folder / "checkpoints"), weights_only=True)
+    _, module, _ = make_run(str(file))
+    assert all(torch.equal(p, state["state_dict"][f"drafter.{n}"]) for n, p in module.drafter.named_parameters())
+
+
+def test_a_step_without_labels_leaves_momentum_alone(make_run, write_chats: Callable[..., str]) -> None:
+    class EmptySecondBatch(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+            if batch_idx == 1:
+                batch.label_mask.zero_()
+                batch.slot_index.fill_(-1)
+                batch.anchor_valid.zero_()
+                batch.num_labels = 0
+                self.before = {n: p.clone() for n, p in pl_module.drafter.named_parameters()}
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            if batch_idx == 1:
+                assert all(torch.equal(p, self.before[n]) for n, p in pl_module.drafter.named_parameters())
+                self.checked = True
+
+    callback = EmptySecondBatch()
+    trainer, module, data = make_run(write_chats(40), callbacks=[callback], trainer_max_steps=3)
+    trainer.fit(module, datamodule=data)
+    assert callback.checked
 
 
 def test_validation_does_not_disturb_training(make_run, write_chats: Callable[..., str]) -> None:

@@ -162,7 +162,8 @@ def _check_options(text, num_layers, block_size, mask_token_id, layer_types, sli
 def _fields_of_target(text: PretrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:
     heads = overrides.get("num_attention_heads", text.num_attention_heads)
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    # Read from the dictionary: targets whose layers differ (Gemma 4) refuse the attribute, and any size works for us.
+    head_dim = text.to_dict().get("head_dim") or text.hidden_size // heads
     intermediate_size = overrides.get("intermediate_size", getattr(text, "intermediate_size", None))
     if intermediate_size is None:
         raise ValueError(

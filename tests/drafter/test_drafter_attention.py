@@ -114,8 +114,9 @@ def test_backends_agree_forward_and_backward(window, causal):
 
 
 @pytest.mark.parametrize(("window", "causal"), [(None, False), (90, True)])
-def test_flex_tiles_cover_the_dense_mask(window, causal, make_batch):
-    batch = make_batch([700, 90, 1, 500], block_size=16, max_anchors=100)
+@pytest.mark.parametrize("supervised", [None, range(900, 922)])  # the second pads within a tile row
+def test_flex_tiles_cover_the_dense_mask(window, causal, supervised, make_batch):
+    batch = make_batch([700, 90, 1, 500], supervised=supervised, block_size=16, max_anchors=100)
     layout = make_block_layout(batch)
     dense = dense_mask(layout, window, causal)
     context, padding = dense[:, : layout.num_context], context_padding(layout.num_context, "flex")
@@ -135,11 +136,15 @@ def test_flex_tiles_cover_the_dense_mask(window, causal, make_batch):
         full = set(mask.full_kv_indices[0, 0, row, : mask.full_kv_num_blocks[0, 0, row]].tolist())
         assert needed <= partial | full
         assert not partial & full
+        context_tiles = [tile for tile in needed if tile < (layout.num_context + padding) // FLEX_BLOCK]
+        listed = [tile for tile in partial | full if tile < (layout.num_context + padding) // FLEX_BLOCK]
+        # Blocks without context, padding among them, must not stretch the range of their row.
+        assert len(listed) <= (max(context_tiles) - min(context_tiles) + 1 if context_tiles else 0)
         for tile in full:
             assert tiles[:, tile].all()
         full_tiles += len(full)
     # Long contexts must mostly be full tiles, which need no mask at all.
-    assert window is not None or full_tiles > 10
+    assert window is not None or supervised is not None or full_tiles > 10
 
 
 def test_a14_flex_compiles_few_times_and_equals_sdpa(make_batch, make_drafter, embed_blocks):

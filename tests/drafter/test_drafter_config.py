@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, Qwen3Config
+from transformers import Gemma4Config, GPT2Config, LlamaConfig, Qwen3Config
 
 from dflash_lightning.drafter.config import build_draft_config, check_target_layer_ids, default_target_layer_ids
 
@@ -89,6 +89,14 @@ def test_layer_ids_of_a_tiny_target_must_be_given():
     with pytest.raises(ValueError, match="target_layer_ids"):
         default_target_layer_ids(4, 5)
     check_target_layer_ids([0, 1, 3], 4)
+
+
+def test_a_nested_target_with_two_thetas_and_two_head_sizes():
+    target = Gemma4Config(text_config={"num_hidden_layers": 8, "vocab_size": 512})
+    config = build_draft_config(target, num_layers=2, mask_token_id=3)
+    text = target.get_text_config()
+    assert config.hidden_size == text.hidden_size
+    assert config.rope_parameters["rope_theta"] == text.rope_parameters["full_attention"]["rope_theta"]
 
 
 def test_a_target_with_other_field_names():

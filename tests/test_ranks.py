@@ -1,0 +1,144 @@
+"""Several ranks (gloo on the CPU): the same gradient however rows are split, the same end, no row lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = """
+import json, sys
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from dflash_lightning import DFlashModule, HiddenStateDataModule
+from dflash_lightning.callbacks import DrafterCheckpoint
+
+options = json.loads(sys.argv[1])
+torch.set_num_threads(1)
+
+
+class Record(Callback):
+    def __init__(self):
+        self.rows = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.rows.append(list(batch.row_ids))
+        assert torch.isfinite(outputs["loss"])
+
+    def on_train_end(self, trainer, module):
+        out = f"{options['out']}.{trainer.global_rank}"
+        torch.save({n: p.detach().clone() for n, p in module.drafter.named_parameters()}, out + ".pt")
+        with open(out + ".json", "w") as file:
+            json.dump({"rows": self.rows, "steps": trainer.global_step}, file)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    optimizer = {"optimizer": lambda p: torch.optim.SGD(p, lr=1.0), "scheduler": None} if options.get("sgd") else {}
+    module = DFlashModule(
+        options["target"], num_layers=2, block_size=4, max_anchors=64, **optimizer, **options["model"]
+    )
+    data = HiddenStateDataModule(options["target"], **options["data"])
+    ranks = options["ranks"]
+    trainer = Trainer(
+        accelerator="cpu", devices=ranks, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        strategy=DDPStrategy(broadcast_buffers=False, process_group_backend="gloo") if ranks > 1 else "auto",
+        num_sanity_val_steps=0, default_root_dir=options["out"], callbacks=[Record(), DrafterCheckpoint(1)],
+        **options["trainer"],
+    )
+    trainer.fit(module, datamodule=data, ckpt_path=options.get("ckpt"))
+"""
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path, tiny_target: str) -> Callable[..., list[dict]]:
+    """Run SCRIPT on so many ranks; for each rank its rows, steps and weights."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+
+    def run(name: str, ranks: int, train: str, *, data=None, trainer=None, model=None, **options) -> list[dict]:
+        out = tmp_path / name
+        options |= {"target": tiny_target, "ranks": ranks, "out": str(out), "model": model or {}}
+        options["data"] = {"train": train, "max_seq_len": 64, "token_budget": 256, "num_buckets": 1, **(data or {})}
+        options["trainer"] = trainer or {}
+        done = subprocess.run(
+            [sys.executable, str(script), json.dumps(options)], capture_output=True, text=True, timeout=170
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        results = []
+        for rank in range(ranks):
+            result = json.loads(Path(f"{out}.{rank}.json").read_text())
+            results.append(result | {"weights": torch.load(f"{out}.{rank}.pt", weights_only=True)})
+        return results
+
+    return run
+
+
+@pytest.fixture
+def four_rows(tmp_path: Path) -> str:
+    """Rows with 2, 2, 5 and 5 supervised tokens: means over ranks or micro-batches would weigh them wrongly."""
+    file = tmp_path / "rows.jsonl"
+    generator = torch.Generator().manual_seed(1)
+    lines = []
+    for supervised in (2, 2, 5, 5):
+        ids = torch.randint(4, 260, (8,), generator=generator).tolist()
+        lines.append(json.dumps({"input_ids": ids, "loss_mask": [0] * (8 - supervised) + [1] * supervised}))
+    file.write_text("\n".join(lines))
+    return str(file)
+
+
+@pytest.mark.parametrize("weights", ["decay", "dpace"])
+def test_a08_gradient_does_not_depend_on_how_rows_are_split(run_ranks, four_rows: str, weights: str) -> None:
+    one_step = {"max_steps": 1}
+    common = {"sgd": True, "model": {"weights": weights}}
+    whole = run_ranks("whole", 1, four_rows, trainer=one_step, **common)[0]
+    single = {"token_budget": 8, "max_seq_len": 8}
+    split = {"max_steps": 1, "accumulate_grad_batches": 4}
+    accumulated = run_ranks("accumulated", 1, four_rows, data=single, trainer=split, **common)[0]
+    split = {"max_steps": 1, "accumulate_grad_batches": 2}
+    ranks = run_ranks("ranks", 2, four_rows, data=single, trainer=split, **common)
+    assert [len(r) for r in whole["rows"]] == [4]
+    assert [len(r) for r in accumulated["rows"]] == [1, 1, 1, 1]
+    assert sorted(r for rank in ranks for batch in rank["rows"] for r in batch) == [0, 1, 2, 3]
+    torch.manual_seed(0)
+    moved = max(float((w - whole["weights"][n]).abs().max()) for n, w in _initial(run_ranks).items())
+    assert moved > 0
+    for other in (accumulated, *ranks):
+        for name, weight in whole["weights"].items():
+            torch.testing.assert_close(other["weights"][name], weight, atol=1e-5 * moved, rtol=0, msg=name)
+
+
+def _initial(_run) -> dict[str, torch.Tensor]:
+    return {"norm.weight": torch.ones(32)}
+
+
+@pytest.mark.parametrize("target_devices", [[], ["cpu", "cpu"]], ids=["inline", "pool"])
+def test_e05_ranks_stop_together_and_lose_no_row(run_ranks, write_chats: Callable[..., str], target_devices) -> None:
+    options = {"data": {"target_devices": target_devices, "token_budget": 64}, "trainer": {"max_epochs": 1}}
+    ranks = run_ranks("run", 2, write_chats(9), **options)
+    assert ranks[0]["steps"] == ranks[1]["steps"] == len(ranks[0]["rows"]) == len(ranks[1]["rows"])
+    rows = [r for rank in ranks for batch in rank["rows"] for r in batch]
+    assert sorted(rows) == list(range(9))
+    assert all(torch.equal(w, ranks[1]["weights"][n]) for n, w in ranks[0]["weights"].items())
+
+
+def test_a_rank_without_any_anchor_takes_part(run_ranks, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [
+        {"input_ids": [5, 6, 7, 8], "loss_mask": [1, 1, 1, 1]},
+        {"input_ids": [5, 6, 7, 8], "loss_mask": [1, 0, 1, 0]},
+    ]
+    file.write_text("\n".join(json.dumps(r) for r in rows))
+    data = {"token_budget": 4, "max_seq_len": 4}
+    with_empty = run_ranks("two", 2, str(file), data=data, trainer={"max_steps": 1}, sgd=True)
+    alone = run_ranks(
+        "one", 1, str(file), data={"token_budget": 8, "max_seq_len": 4}, trainer={"max_steps": 1}, sgd=True
+    )
+    for name, weight in alone[0]["weights"].items():
+        torch.testing.assert_close(with_empty[0]["weights"][name], weight, atol=1e-6, rtol=1e-5)
