@@ -17,6 +17,7 @@ ALLOWED = {
     "batch": set(),
     "profiling": set(),
     "schedules": set(),
+    "optim": set(),
     "target": set(),
     "drafter": {"batch"},
     "data": set(),
