@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 import yaml
 from lightning.pytorch import seed_everything
 
@@ -50,6 +51,8 @@ def main() -> None:
     assert checkpoint is not None
     trained = load_drafter(checkpoint)
     target = config["data"]["target"]
+    # One sequence has too little work for more threads, and on a busy machine they wait for each other.
+    torch.set_num_threads(1)
     decoder = SpeculativeDecoder(target, target_layer_ids(trained.config))
     options = SamplingOptions(args.max_new_tokens, stop_ids=decoder.stop_ids)
     conversations = read_prompts(PROMPTS)

@@ -265,8 +265,12 @@ class Objective:
     def __call__(self, hidden_NKH: Tensor, batch: HiddenStateBatch, head: LMHead) -> LossOutput:
         """Numerator, denominator and argmax matches; no host sync, and zeros (never NaN) without a labelled slot."""
         num_blocks, size = batch.labels.shape
-        labelled_M = batch.slot_index >= 0
-        index_M = batch.slot_index.clamp(min=0)
+        slot_index_M = batch.slot_index
+        if batch.num_labels is not None and slot_index_M.device.type == "cpu":
+            # The padding keeps shapes few on a GPU; on a CPU its rows of the head matmul would only cost time.
+            slot_index_M = slot_index_M[: max(batch.num_labels, 1)]
+        labelled_M = slot_index_M >= 0
+        index_M = slot_index_M.clamp(min=0)
         loss_M, nll_M, correct_M = head_losses(
             hidden_NKH.flatten(0, 1).index_select(0, index_M),
             head,
@@ -278,7 +282,7 @@ class Objective:
 
         def on_grid(values_M: Tensor, fill: Any) -> Tensor:
             # Padding writes into one more cell, which is cut off.
-            cell_M = torch.where(labelled_M, batch.slot_index, num_blocks * size)
+            cell_M = torch.where(labelled_M, slot_index_M, num_blocks * size)
             grid = torch.full((num_blocks * size + 1,), fill, dtype=values_M.dtype, device=values_M.device)
             return grid.scatter(0, cell_M, values_M)[:-1].view(num_blocks, size)
 
