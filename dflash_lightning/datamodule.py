@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,10 +16,11 @@ from dflash_lightning.batch import BatchSpec, Cursor
 from dflash_lightning.data import dataset_fingerprint, ensure_rows, load_rows
 from dflash_lightning.data.usable import usable_lengths
 from dflash_lightning.loader import HiddenStateLoader, LoaderConfig
+from dflash_lightning.placement import check_devices, node_ranks, share_pool, threads_per_worker
 from dflash_lightning.producer.plan import BatchPlan, plan_fingerprint
 from dflash_lightning.producer.pool import ProducerPool
 from dflash_lightning.producer.produce import ProducerConfig
-from dflash_lightning.producer.slots import SlotShape
+from dflash_lightning.producer.slots import SlotShape, check_memory
 from dflash_lightning.producer.source import InlineSource, Source
 from dflash_lightning.target.resolve import cache_root, load_target_config, load_tokenizer, resolve_target
 
@@ -52,6 +52,7 @@ class HiddenStateDataModule(LightningDataModule):
         seed: seed of plan, anchors and noise.
         target_dtype: dtype of target and hidden states: "auto" (as stored) or a torch dtype's name.
         attn_implementation: the target's attention in transformers; None lets it choose.
+        target_compile: compile the target's layers.
         trust_remote_code: let the target's repository run its own code.
     """
 
@@ -75,6 +76,7 @@ class HiddenStateDataModule(LightningDataModule):
         seed: int = 0,
         target_dtype: str = "auto",
         attn_implementation: str | None = None,
+        target_compile: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
@@ -115,6 +117,7 @@ class HiddenStateDataModule(LightningDataModule):
         self.seed = seed
         self.target_dtype = target_dtype
         self.attn_implementation = attn_implementation
+        self.target_compile = target_compile
         self.trust_remote_code = trust_remote_code
         self.cursor = Cursor(0, 0, 0)
         self._resumed = False
@@ -286,19 +289,37 @@ class HiddenStateDataModule(LightningDataModule):
         return lengths
 
     def _start_source(self, spec: BatchSpec, trainer: Trainer) -> Source:
-        devices: Sequence[int | str] = self.target_devices
-        if trainer.world_size > 1 and devices:
-            # Each rank has producers of its own until one pool feeds all ranks of a node.
-            if len(devices) < trainer.world_size:
-                raise ValueError(f"data.target_devices={devices}: {trainer.world_size} ranks need at least one each")
-            devices = devices[trainer.local_rank :: trainer.world_size]
+        config = self._producer_config(spec)
+        if not self.target_devices:
+            return InlineSource(config, trainer.strategy.root_device)
+        ranks = node_ranks(trainer)
+        if self.queue_depth < len(ranks):
+            raise ValueError(f"data.queue_depth={self.queue_depth}: {len(ranks)} ranks need at least one slot each")
+        slots = {"train": self.queue_depth, "val": len(ranks) + 1}
+        slots = {name: slots[name] for name in self._folders}
+
+        def start() -> ProducerPool:
+            check_memory(config.shape, sum(slots.values()))
+            return ProducerPool(
+                config,
+                self.target_devices,
+                slots,
+                self.min_ready,
+                ranks=ranks,
+                world_size=trainer.world_size,
+                max_restarts=self.max_restarts,
+            )
+
+        return share_pool(trainer, start)
+
+    def _producer_config(self, spec: BatchSpec) -> ProducerConfig:
         config = load_target_config(self.target, self.trust_remote_code)
         dtype = self.target_dtype
         if dtype == "auto":
             stored = getattr(config, "dtype", None) or config.get_text_config().dtype or torch.float32
             dtype = str(stored).removeprefix("torch.")
         hidden = config.get_text_config().hidden_size
-        producer = ProducerConfig(
+        return ProducerConfig(
             target=resolve_target(self.target),
             layer_ids=spec.target_layer_ids,
             last_hidden_state=spec.last_hidden_state,
@@ -307,12 +328,9 @@ class HiddenStateDataModule(LightningDataModule):
             shape=SlotShape(self.token_budget, spec.hidden_width, hidden if spec.last_hidden_state else 0, dtype),
             attn_implementation=self.attn_implementation,
             trust_remote_code=self.trust_remote_code,
-            num_threads=_threads_per_worker(devices),
+            compile=self.target_compile,
+            num_threads=threads_per_worker(self.target_devices),
         )
-        if not devices:
-            return InlineSource(producer, trainer.strategy.root_device)
-        slots = {"train": self.queue_depth, "val": trainer.world_size + 1}
-        return ProducerPool(producer, devices, {n: slots[n] for n in self._folders}, self.min_ready)
 
     def _train_start(self) -> Cursor:
         """Where the next train iterator begins: the cursor; but within one run, an epoch that was cut short (by
@@ -334,6 +352,7 @@ class HiddenStateDataModule(LightningDataModule):
             reuse=self.reuse if name == "train" else 1,
             seed=self.seed if name == "train" else self.seed + 1,
             prefetch=self.prefetch,
+            node_ranks=node_ranks(trainer),
         )
         device = trainer.strategy.root_device
         loader = HiddenStateLoader(self.source, plan, self._spec(), config, start, device)
@@ -367,28 +386,3 @@ class _CursorCallback(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._data.close()
-
-
-def check_devices(target_devices: Sequence[int | str], trainer: Trainer) -> None:
-    """Raise ValueError for a target device that does not exist or that the trainer uses itself."""
-    available = torch.cuda.device_count()
-    root = trainer.strategy.root_device
-    own = set(trainer.device_ids) if root.type == "cuda" else set()
-    for device in target_devices:
-        if device == "cpu":
-            continue
-        if not isinstance(device, int):
-            raise ValueError(f"data.target_devices: {device!r} is neither a CUDA index nor 'cpu'")
-        if not 0 <= device < available:
-            raise ValueError(f"data.target_devices: CUDA device {device} does not exist ({available} found)")
-        if device in own:
-            raise ValueError(
-                f"data.target_devices: CUDA device {device} is also in trainer.devices={sorted(own)}; "
-                "a producer and the trainer must not share a device"
-            )
-
-
-def _threads_per_worker(devices: Sequence[int | str]) -> int | None:
-    """Compute threads of a CPU worker: an equal share of the cores, the trainer's share included."""
-    on_cpu = sum(d == "cpu" for d in devices)
-    return max(1, len(os.sched_getaffinity(0)) // (on_cpu + 1)) if on_cpu else None

@@ -30,6 +30,7 @@ class LoaderConfig:
 
     Args:
         rank, world_size: rank r takes batches r, r + world_size, ... of the plan.
+        node_ranks: the ranks that the same source feeds.
         reuse: steps on one produced batch, each with fresh anchors and noise.
         seed: seed of anchors and noise.
         prefetch: batches that lie ready beside the running step.
@@ -41,6 +42,7 @@ class LoaderConfig:
     reuse: int
     seed: int
     prefetch: int
+    node_ranks: tuple[int, ...] = (0,)
 
     def rounds(self, num_batches: int) -> int:
         """Produced batches that every rank takes in an epoch; the last may be an empty one."""
@@ -128,7 +130,10 @@ class _LoaderIterator(Iterator[HiddenStateBatch]):
         first_round, behind = divmod(cursor.batch, config.world_size)
         assert behind == 0, "cursors stand between rounds"
         numbers = [r * config.world_size + config.rank for r in range(first_round, config.rounds(len(plan)))]
-        self._stream = loader.source.open(config.name, ((n, plan[n]) for n in numbers if n < len(plan)))
+        first = first_round * config.world_size
+        node = set(config.node_ranks)
+        entries = ((n, plan[n]) for n in range(first, len(plan)) if n % config.world_size in node)
+        self._stream = loader.source.open(config.name, entries, [n for n in numbers if n < len(plan)])
         name = f"dflash-loader-{config.name}"
         self._thread = threading.Thread(target=self._run, args=(cursor, numbers, len(plan)), name=name, daemon=True)
         self._thread.start()
@@ -161,6 +166,7 @@ class _LoaderIterator(Iterator[HiddenStateBatch]):
                     if not self._put(batch):
                         return
                 first_pass = 0
+            self._stream.close()
             self._put(StopIteration())
         except BaseException as error:
             self._put(error)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from dflash_lightning.producer.slots import SlotShape, SlotViews
 from dflash_lightning.profiling import span
@@ -25,7 +27,9 @@ class ProducerConfig:
     shape: SlotShape
     attn_implementation: str | None = None
     trust_remote_code: bool = False
+    compile: bool = False
     num_threads: int | None = None
+    kind: str = "dflash_lightning.producer.produce:RowProducer"  # what makes the batches, "module:class"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -33,6 +37,36 @@ class ProducerConfig:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ProducerConfig:
         return cls(**{**data, "layer_ids": tuple(data["layer_ids"]), "shape": SlotShape(**data["shape"])})
+
+
+class Producer(Protocol):
+    """Makes batches in two stages; the second may run beside the next batch's first."""
+
+    def forward(self, stream: str, numbers: Sequence[int]) -> Any:
+        """Run the target over rows `numbers` of `stream`."""
+        ...
+
+    def pack(self, made: Any, out: SlotViews) -> list[int]:
+        """Write the result of `forward` into a slot; tokens of each row, 0 for a dropped one."""
+        ...
+
+
+def make_producer(config: ProducerConfig, device: torch.device | str) -> Producer:
+    """The producer that `config.kind` names."""
+    module, name = config.kind.split(":")
+    return getattr(importlib.import_module(module), name)(config, device)
+
+
+@dataclass
+class _Forwarded:
+    """A padded batch after the target's forward pass."""
+
+    stream: str
+    numbers: Sequence[int]
+    ids: list[list[int]]
+    masks: list[list[int]]
+    taps: list[Tensor]  # each [B, S, H]
+    done: Any  # CUDA event of the forward pass, or None
 
 
 class RowProducer:
@@ -47,6 +81,7 @@ class RowProducer:
         import datasets
 
         self.config = config
+        self.device = torch.device(device)
         self.rows = {name: datasets.load_from_disk(path) for name, path in config.rows.items()}
         self.target = TappedTarget(
             config.target,
@@ -57,29 +92,88 @@ class RowProducer:
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
         )
+        if config.compile:
+            self.target.compile()
+        # Packing and the copy to the host run beside the next forward pass.
+        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def produce(self, stream: str, numbers: Sequence[int], out: SlotViews) -> list[int]:
-        """Run the target over rows `numbers` of `stream` and write the packed result into `out`.
+        """`forward` and `pack` in one go."""
+        return self.pack(self.forward(stream, numbers), out)
 
-        Returns:
-            Tokens of each row, in order; their sum is the number of slot rows that were written.
-        """
+    def forward(self, stream: str, numbers: Sequence[int]) -> _Forwarded:
         with span("target.load_batch"):
             loaded = self.rows[stream][list(numbers)]
             ids = [row[: self.config.max_seq_len] for row in loaded["input_ids"]]
             masks = [row[: self.config.max_seq_len] for row in loaded["loss_mask"]]
-            lengths = [len(row) for row in ids]
-            total = sum(lengths)
-            assert total <= self.config.shape.max_tokens, "the plan's token budget is the slot's size"
+            assert sum(map(len, ids)) <= self.config.shape.max_tokens, "the plan's token budget is the slot's size"
             ids_BS = pad_rows(ids)
-            out.input_ids[:total] = torch.cat([torch.as_tensor(row, dtype=torch.int32) for row in ids])
-            out.loss_mask[:total] = torch.cat([torch.as_tensor(row, dtype=torch.uint8) for row in masks])
         with span("target.model_forward"):
             taps = self.target.forward(ids_BS)
-        with span("target.pack_hidden"), torch.inference_mode():
+            event = None
+            if self._side is not None:
+                event = torch.cuda.Event()
+                event.record()
+                # sync: a worker has nothing to do but this forward pass, and its time must not be booked elsewhere.
+                event.synchronize()
+        return _Forwarded(stream, numbers, ids, masks, taps, event)
+
+    @torch.inference_mode()
+    def pack(self, made: _Forwarded, out: SlotViews) -> list[int]:
+        if self._side is None:
+            return self._pack(made, out)
+        with torch.cuda.stream(self._side):
+            self._side.wait_event(made.done)
+            for tap in made.taps:
+                tap.record_stream(self._side)  # its memory must not be reused while this stream reads it
+            return self._pack(made, out)
+
+    def _pack(self, made: _Forwarded, out: SlotViews) -> list[int]:
+        with span("target.pack_hidden"):
+            lengths = [len(row) for row in made.ids]
+            for index, layer in self._bad_rows(made.taps, lengths).items():
+                print(
+                    f"dropped row {made.numbers[index]} of {made.stream}: the target's layer {layer} gave values that "
+                    "are not finite",
+                    flush=True,
+                )
+                lengths[index] = 0
+            total = sum(lengths)
             views = out.head(total)
-            if views.last_hidden_state is not None:
-                pack_hidden(taps[-1:], lengths, views.last_hidden_state)
-                taps = taps[:-1]
-            pack_hidden(taps, lengths, views.hidden_states)
+            _join(made.ids, lengths, views.input_ids)
+            _join(made.masks, lengths, views.loss_mask)
+            taps, last = made.taps, views.last_hidden_state
+            if total and last is not None:
+                self._write(taps[-1:], lengths, last)
+            if total:
+                self._write(taps[:-1] if last is not None else taps, lengths, views.hidden_states)
+        if self._side is not None:
+            with span("target.copy_to_host"):
+                self._side.synchronize()  # sync: the slot may be announced only when the copy has landed
         return lengths
+
+    def _write(self, taps: Sequence[Tensor], lengths: Sequence[int], out: Tensor) -> None:
+        if self._side is None:
+            pack_hidden(taps, lengths, out)
+        else:
+            out.copy_(pack_hidden(taps, lengths), non_blocking=True)
+
+    def _bad_rows(self, taps: Sequence[Tensor], lengths: Sequence[int]) -> dict[int, int]:
+        """Rows with a value that is not finite -> the first target layer that gave one."""
+        # One float32 sum a token shows any infinity or NaN of its H values. sync: one small copy a batch.
+        sums_LBS = torch.stack([tap.sum(-1, dtype=torch.float32) for tap in taps]).cpu()
+        if bool(torch.isfinite(sums_LBS).all()):
+            return {}
+        bad: dict[int, int] = {}
+        for layer, sums_BS in zip(self.target.tap_ids, sums_LBS, strict=True):
+            for row, length in enumerate(lengths):
+                if not torch.isfinite(sums_BS[row, :length]).all():
+                    bad.setdefault(row, layer)
+        return bad
+
+
+def _join(rows: Sequence[Sequence[int]], lengths: Sequence[int], out: Tensor) -> None:
+    """Write the rows one after the other, those of length 0 left out."""
+    kept = [torch.as_tensor(row, dtype=out.dtype) for row, n in zip(rows, lengths, strict=True) if n]
+    if kept:
+        torch.cat(kept, out=out)

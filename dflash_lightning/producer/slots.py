@@ -9,12 +9,17 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _ALIGN = 4096
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -101,11 +106,51 @@ class SlotMemory:
         count = self.shape.max_tokens * width
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(-1, width)
 
+    def pin(self) -> None:
+        """Register the memory with CUDA, so that copies to and from it run beside other work.
+
+        Raises:
+            RuntimeError: CUDA refuses, mostly for want of lockable memory.
+        """
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        runtime: Any = torch.cuda.cudart()
+        code = runtime.cudaHostRegister(whole.data_ptr(), whole.numel(), 0)
+        if int(code) != 0:
+            raise RuntimeError(f"CUDA cannot pin {whole.numel() / 2**30:.1f} GiB of hidden-state slots: error {code}")
+
     def close(self) -> None:
         """Give up this process's descriptor; the mapping goes when the last tensor over it does."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def check_memory(shape: SlotShape, count: int) -> None:
+    """Raise ValueError when `count` slots do not fit into the memory that this process may still take."""
+    available = available_memory()
+    needed = shape.nbytes * count
+    if available is not None and needed > available:
+        raise ValueError(
+            f"data.queue_depth: {count} slots of {shape.nbytes / 2**30:.2f} GiB need {needed / 2**30:.1f} GiB of host "
+            f"memory, {available / 2**30:.1f} GiB are free: {available // shape.nbytes} slots would fit; lower "
+            "data.queue_depth or data.token_budget"
+        )
+
+
+def available_memory() -> int | None:
+    """Bytes that the machine and the control group still give; None where neither can be read."""
+    limits = []
+    try:
+        text = Path("/proc/meminfo").read_text()
+        limits.append(int(text.split("MemAvailable:")[1].split()[0]) * 1024)
+    except (OSError, IndexError):
+        pass
+    for limit, used in _CGROUP_FILES:
+        try:
+            limits.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+        except (OSError, ValueError):  # no such control group, or "max"
+            continue
+    return max(0, min(limits)) if limits else None
 
 
 def _aligned(nbytes: int) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from dflash_lightning.producer.produce import ProducerConfig, RowProducer
 from dflash_lightning.producer.slots import SlotMemory, SlotViews
@@ -20,25 +19,36 @@ class ProducerError(RuntimeError):
 
 
 class ProducedBatch:
-    """One batch as its producer left it. `release` gives the slot back; its tensors must not be used after that."""
+    """One batch as its producer left it.
 
-    def __init__(self, number: int, row_ids: Sequence[int], lengths: Sequence[int], views: SlotViews) -> None:
+    Args:
+        number: global batch number.
+        row_ids: rows that are in it, in order.
+        lengths: tokens of each.
+        views: the slot's tensors, of which the first `num_tokens` rows count.
+        release: gives the slot back; the tensors must not be used after that.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        row_ids: Sequence[int],
+        lengths: Sequence[int],
+        views: SlotViews,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        # A length of 0 marks a row that the producer dropped.
+        kept = [(row, length) for row, length in zip(row_ids, lengths, strict=True) if length]
         self.number = number
-        self.row_ids = tuple(row_ids)
-        self.lengths = list(lengths)
-        self.num_tokens = sum(lengths)
+        self.row_ids = tuple(row for row, _ in kept)
+        self.lengths = [length for _, length in kept]
+        self.num_tokens = sum(self.lengths)
         self.views = views.head(self.num_tokens)
-
-    @property
-    def hidden_states(self) -> Tensor:
-        return self.views.hidden_states
-
-    def release(self) -> None:
-        """Let the producers reuse the memory."""
+        self.release = release
 
 
 class Stream(Protocol):
-    """Batches of one plan, in plan order."""
+    """A rank's batches of one plan, in plan order."""
 
     def get(self) -> ProducedBatch:
         """The next batch; waits for it. Raises ProducerError when its producer failed, StopIteration at the end."""
@@ -50,10 +60,16 @@ class Stream(Protocol):
 
 
 class Source(Protocol):
-    """Opens streams; one stream of a name at a time."""
+    """Opens streams. All ranks of a source open the same streams in the same order."""
 
-    def open(self, name: str, entries: Sequence[Entry] | Iterator[Entry]) -> Stream:
-        """Start producing `entries` in order. An open stream of the same name is closed first."""
+    def open(self, name: str, entries: Iterable[Entry], numbers: Sequence[int]) -> Stream:
+        """Start producing.
+
+        Args:
+            name: "train" or "val".
+            entries: the batches of all ranks that this source feeds, in plan order.
+            numbers: those that this rank takes, in order.
+        """
         ...
 
     def check(self) -> None:
@@ -65,7 +81,7 @@ class Source(Protocol):
         ...
 
     def lanes(self) -> dict[str, ProfileStats]:
-        """Stage timings of each producer process, by name. Empty when production runs in this process."""
+        """Stage timings of each producer process, by name. Empty where this process does not own the producers."""
         ...
 
     def close(self) -> None:
@@ -80,8 +96,9 @@ class InlineSource:
         self._producer = RowProducer(config, device)
         self._memory = SlotMemory(config.shape, 1)
 
-    def open(self, name: str, entries: Sequence[Entry] | Iterator[Entry]) -> Stream:
-        return _InlineStream(self._producer, self._memory.views(0), name, iter(entries))
+    def open(self, name: str, entries: Iterable[Entry], numbers: Sequence[int]) -> Stream:
+        wanted = set(numbers)
+        return _InlineStream(self._producer, self._memory.views(0), name, (e for e in entries if e[0] in wanted))
 
     def check(self) -> None:
         return None

@@ -14,11 +14,14 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_BEAT_SECONDS = 5.0
+Message = dict[str, Any]
 
 
 def main(argv: list[str]) -> int:
@@ -29,64 +32,103 @@ def main(argv: list[str]) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before prctl took hold
         return 1
-    connection = Connection(socket_fd)
-    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
+    worker = _Worker(Connection(socket_fd))
     try:
-        _serve(connection, requests, memory_fd, count)
+        worker.serve(memory_fd, count)
     except (BrokenPipeError, ConnectionResetError):
         return 0
     except Exception:
-        _send(connection, {"op": "error", "traceback": traceback.format_exc()})
+        worker.send({"op": "error", "traceback": traceback.format_exc()})
         return 1
     return 0
 
 
-def _receive(connection: Connection, requests: queue.SimpleQueue[dict[str, Any]]) -> None:
-    while True:
+class _Worker:
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._send_lock = threading.Lock()
+        self._requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        # One batch is packed while the next one is in the target; a longer queue would only hold more memory.
+        self._made: queue.Queue[tuple[Message, Any]] = queue.Queue(1)
+        for work in (self._receive, self._beat):
+            threading.Thread(target=work, daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        with self._send_lock:
+            self._connection.send_bytes(json.dumps(message).encode())
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                message = self._connection.recv_bytes()
+            except (EOFError, OSError):
+                # The trainer is gone or closes the pool: nothing here is worth finishing.
+                os._exit(0)
+            self._requests.put(json.loads(message))
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(_BEAT_SECONDS)
+            try:
+                self.send({"op": "beat"})
+            except OSError:
+                return
+
+    def serve(self, memory_fd: int, count: int) -> None:
+        """Load the target, then run its forward passes in this thread and the packing in another."""
+        setup = self._requests.get()
+        import torch
+
+        from dflash_lightning.producer.produce import ProducerConfig, make_producer
+        from dflash_lightning.producer.slots import SlotMemory
+        from dflash_lightning.profiling import span
+
+        config = ProducerConfig.from_json(setup["config"])
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        self._memory = SlotMemory(config.shape, count, memory_fd)
+        if setup["device"] != "cpu":
+            self._memory.pin()
+        self._producer = make_producer(config, setup["device"])
+        threading.Thread(target=self._pack, args=(config.num_threads,), daemon=True).start()
+        self.send({"op": "ready"})
+        while True:
+            request = self._requests.get()
+            try:
+                made = self._producer.forward(request["stream"], request["rows"])
+            except Exception:
+                self._failed(request)
+                continue
+            with span("target.queue_put_wait"):
+                self._made.put((request, made))
+
+    def _pack(self, num_threads: int | None) -> None:
+        import torch
+
+        from dflash_lightning.profiling import process_stats
+
+        if num_threads:
+            torch.set_num_threads(num_threads)
+        while True:
+            request, made = self._made.get()
+            try:
+                lengths = self._producer.pack(made, self._memory.views(request["slot"]))
+            except Exception:
+                self._failed(request)
+                continue
+            finally:
+                del made  # the taps' memory is the next batch's
+            spans = {s: [t.count, t.total, t.max] for s, t in process_stats().window().items()}
+            self._answer(request, {"op": "done", "lengths": lengths, "spans": spans})
+
+    def _failed(self, request: Message) -> None:
+        self._answer(request, {"op": "failed", "traceback": traceback.format_exc(), "spans": {}})
+
+    def _answer(self, request: Message, message: Message) -> None:
         try:
-            message = connection.recv_bytes()
-        except (EOFError, OSError):
-            # The trainer is gone or closes the pool: nothing here is worth finishing.
+            self.send({"number": request["number"], "slot": request["slot"], **message})
+        except OSError:
             os._exit(0)
-        requests.put(json.loads(message))
-
-
-def _send(connection: Connection, message: dict[str, Any]) -> None:
-    connection.send_bytes(json.dumps(message).encode())
-
-
-def _serve(connection: Connection, requests: queue.SimpleQueue[dict[str, Any]], memory_fd: int, count: int) -> None:
-    setup = requests.get()
-    import torch
-
-    from dflash_lightning.producer.produce import ProducerConfig, RowProducer
-    from dflash_lightning.producer.slots import SlotMemory
-    from dflash_lightning.profiling import process_stats, span
-
-    config = ProducerConfig.from_json(setup["config"])
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
-    memory = SlotMemory(config.shape, count, memory_fd)
-    producer = RowProducer(config, setup["device"])
-    _send(connection, {"op": "ready"})
-    while True:
-        with span("target.queue_put_wait"):
-            request = requests.get()
-        lengths = producer.produce(request["stream"], request["rows"], memory.views(request["slot"]))
-        spans = {s: [t.count, t.total, t.max] for s, t in process_stats().window().items()}
-        _send(
-            connection,
-            {
-                "op": "done",
-                "stream": request["stream"],
-                "number": request["number"],
-                "generation": request["generation"],
-                "slot": request["slot"],
-                "lengths": lengths,
-                "spans": spans,
-            },
-        )
 
 
 if __name__ == "__main__":

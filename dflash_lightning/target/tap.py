@@ -91,10 +91,17 @@ class TappedTarget:
         owner, name = layers_of(self.decoder, total)
         layers = getattr(owner, name)[: max(self.tap_ids) + 1]
         setattr(owner, name, layers)
+        self._layers = (owner, name)
         self.hidden_size: int = config.hidden_size
         self.dtype: torch.dtype = next(self.decoder.parameters()).dtype
         self.device: torch.device = next(self.decoder.parameters()).device
         self._taps = LayerTaps(layers, self.tap_ids)
+
+    def compile(self) -> None:
+        """Compile the decoder's layers; the hooks that tap them stay outside."""
+        owner, name = self._layers
+        for layer in getattr(owner, name):
+            layer.compile(dynamic=True)
 
     @torch.inference_mode()
     def forward(self, ids_BS: Tensor) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 import torch
 
 from dflash_lightning.data import ensure_rows
-from dflash_lightning.producer.pool import ProducerPool, worker_environment
-from dflash_lightning.producer.produce import ProducerConfig
+from dflash_lightning.producer.pool import ProducerPool
+from dflash_lightning.producer.process import worker_environment
+from dflash_lightning.producer.produce import ProducerConfig, RowProducer
+from dflash_lightning.producer.ranks import RankSource
 from dflash_lightning.producer.slots import SlotMemory, SlotShape
-from dflash_lightning.producer.source import InlineSource, ProducerError
+from dflash_lightning.producer.source import InlineSource, ProducedBatch, ProducerError
 from dflash_lightning.target.resolve import load_tokenizer
 
 ENTRIES = [(n, [2 * n, 2 * n + 1]) for n in range(6)]
@@ -35,6 +38,10 @@ def alive(pid: int) -> bool:
         return False
 
 
+def opened(source, entries):
+    return source.open("train", iter(entries), [number for number, _ in entries])
+
+
 def take_all(stream) -> dict[int, dict[str, torch.Tensor]]:
     batches = {}
     while True:
@@ -48,17 +55,17 @@ def take_all(stream) -> dict[int, dict[str, torch.Tensor]]:
 
 def test_pool_delivers_in_plan_order_what_an_inline_source_makes(config: ProducerConfig) -> None:
     torch.set_num_threads(1)
-    inline = take_all(InlineSource(config, "cpu").open("train", iter(ENTRIES)))
+    inline = take_all(opened(InlineSource(config, "cpu"), ENTRIES))
     pool = ProducerPool(config, ["cpu", "cpu"], {"train": 2})
     try:
-        pooled = take_all(pool.open("train", iter(ENTRIES)))
+        pooled = take_all(opened(pool, ENTRIES))
         assert list(pooled) == list(inline) == [n for n, _ in ENTRIES]
         for number, tensors in inline.items():
             for name, tensor in tensors.items():
                 assert torch.equal(pooled[number][name], tensor), (number, name)
         stages = {s for stats in pool.lanes().values() for s in stats.cumulative()}
         assert {"target.model_forward", "target.pack_hidden", "target.load_batch"} <= stages
-        again = take_all(pool.open("train", iter(ENTRIES[3:])))
+        again = take_all(opened(pool, ENTRIES[3:]))
         assert list(again) == [3, 4, 5], "a stream may be opened anew"
     finally:
         pool.close()
@@ -67,7 +74,7 @@ def test_pool_delivers_in_plan_order_what_an_inline_source_makes(config: Produce
 
 def test_the_queue_is_bounded_and_closing_it_full_does_not_hang(config: ProducerConfig) -> None:
     pool = ProducerPool(config, ["cpu"], {"train": 2})
-    stream = pool.open("train", iter(ENTRIES))
+    stream = opened(pool, ENTRIES)
     stream.get()
     deadline = time.monotonic() + 30
     while pool.ready("train") != (1, 2) and time.monotonic() < deadline:
@@ -83,7 +90,7 @@ def test_the_queue_is_bounded_and_closing_it_full_does_not_hang(config: Producer
 def test_min_ready_holds_back_until_enough_is_ready(config: ProducerConfig) -> None:
     pool = ProducerPool(config, ["cpu"], {"train": 3}, min_ready=3)
     try:
-        stream = pool.open("train", iter(ENTRIES))
+        stream = opened(pool, ENTRIES)
         batch = stream.get()
         assert pool.ready("train")[0] == 2
         batch.release()
@@ -97,7 +104,7 @@ def test_d07_an_error_while_loading_comes_with_its_traceback(config: ProducerCon
     pool = ProducerPool(broken, ["cpu"], {"train": 2})
     try:
         with pytest.raises(ProducerError, match=r"(?s)producer on cpu \(pid \d+\) failed:.*nowhere"):
-            pool.open("train", iter(ENTRIES)).get()
+            opened(pool, ENTRIES).get()
     finally:
         pool.close()
 
@@ -105,7 +112,7 @@ def test_d07_an_error_while_loading_comes_with_its_traceback(config: ProducerCon
 def test_an_error_on_a_batch_comes_with_its_traceback(config: ProducerConfig) -> None:
     pool = ProducerPool(config, ["cpu"], {"train": 2})
     try:
-        stream = pool.open("train", iter([(0, [0, 1]), (1, [999])]))
+        stream = opened(pool, [(0, [0, 1]), (1, [999])])
         with pytest.raises(ProducerError, match=r"(?s)Traceback.*999"):
             take_all(stream)
     finally:
@@ -115,13 +122,170 @@ def test_an_error_on_a_batch_comes_with_its_traceback(config: ProducerConfig) ->
 def test_a_killed_worker_ends_the_stream_with_its_signal(config: ProducerConfig) -> None:
     pool = ProducerPool(config, ["cpu"], {"train": 2})
     try:
-        stream = pool.open("train", iter(ENTRIES))
+        stream = opened(pool, ENTRIES)
         stream.get().release()
         os.kill(pool.workers[0].process.pid, signal.SIGKILL)
         started = time.monotonic()
         with pytest.raises(ProducerError, match="killed by SIGKILL"):
             take_all(stream)
         assert time.monotonic() - started < 10
+    finally:
+        pool.close()
+
+
+def test_a_killed_worker_starts_again_and_nothing_is_lost(config: ProducerConfig) -> None:
+    entries = [(n, [n % 12]) for n in range(60)]
+    expected = take_all(opened(InlineSource(config, "cpu"), entries))
+    pool = ProducerPool(config, ["cpu", "cpu"], {"train": 2}, max_restarts=2)
+    try:
+        stream = opened(pool, entries)
+        got = {}
+        for number, _ in entries:
+            if number in (5, 20):
+                os.kill(pool.workers[number % 2].process.pid, signal.SIGKILL)
+            batch = stream.get()
+            assert batch.number == number
+            got[number] = {k: v.clone() for k, v in vars(batch.views).items()}
+            batch.release()
+        for number, tensors in expected.items():
+            assert all(torch.equal(got[number][k], v) for k, v in tensors.items())
+    finally:
+        pool.close()
+
+
+def test_restarts_are_limited_and_counted(config: ProducerConfig) -> None:
+    pool = ProducerPool(config, ["cpu"], {"train": 1}, max_restarts=1)
+    try:
+        stream = opened(pool, [(n, [0]) for n in range(1000)])
+        stream.get().release()
+        os.kill(pool.workers[0].process.pid, signal.SIGKILL)
+        stream.get().release()
+        while pool._restarts[0] == 0 or pool._due:
+            stream.get().release()
+        os.kill(pool.workers[0].process.pid, signal.SIGKILL)
+        with pytest.raises(ProducerError, match=r"killed by SIGKILL after 1 restarts \(data\.max_restarts=1\)"):
+            take_all(stream)
+    finally:
+        pool.close()
+
+
+def test_a_stopped_worker_is_found_by_its_silence(config: ProducerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dflash_lightning.producer import pool as pool_module
+
+    monkeypatch.setattr(pool_module, "_SILENCE_SECONDS", 8.0)
+    pool = ProducerPool(config, ["cpu"], {"train": 1})
+    try:
+        stream = opened(pool, [(n, [0]) for n in range(1000)])
+        stream.get().release()
+        os.kill(pool.workers[0].process.pid, signal.SIGSTOP)
+        with pytest.raises(ProducerError, match="SIGKILL"):
+            take_all(stream)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_of_a_node_get_their_own_batches_in_order(config: ProducerConfig, world_size: int) -> None:
+    entries = [(n, [n % 12]) for n in range(3 * world_size + 1)]
+    expected = take_all(opened(InlineSource(config, "cpu"), entries))
+    ranks = tuple(range(world_size))
+    pool = ProducerPool(config, ["cpu"], {"train": world_size}, ranks=ranks, world_size=world_size)
+    assert pool.server is not None
+    folder = Path(pool.server.path).parent
+    assert folder.stat().st_mode & 0o077 == 0, "the socket lies in a private folder"
+    sources = [pool, *(RankSource(pool.server.path, rank) for rank in ranks[1:])]
+    try:
+        for _ in range(2):  # two epochs
+            streams = [
+                source.open("train", iter(entries), [n for n, _ in entries if n % world_size == rank])
+                for rank, source in enumerate(sources)
+            ]
+            got: list[dict] = [{} for _ in ranks]
+            work = [
+                lambda out=out, stream=stream: out.update(take_all(stream))
+                for out, stream in zip(got, streams, strict=True)
+            ]
+            threads = [threading.Thread(target=target, daemon=True) for target in work]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            for rank in ranks:
+                assert list(got[rank]) == [n for n, _ in entries if n % world_size == rank]
+                for number, tensors in got[rank].items():
+                    assert all(torch.equal(tensors[k], v) for k, v in expected[number].items())
+            for stream in streams:
+                stream.close()
+    finally:
+        for source in reversed(sources):
+            source.close()
+    assert not folder.exists()
+
+
+def test_d08_an_error_reaches_every_rank(config: ProducerConfig) -> None:
+    pool = ProducerPool(config, ["cpu"], {"train": 2}, ranks=(0, 1), world_size=2)
+    assert pool.server is not None
+    other = RankSource(pool.server.path, 1)
+    try:
+        entries = [(0, [0]), (1, [999])]
+        pool.open("train", iter(entries), [0])
+        stream = other.open("train", iter(()), [1])
+        with pytest.raises(ProducerError, match=r"(?s)Traceback.*999"):
+            stream.get()
+    finally:
+        other.close()
+        pool.close()
+
+
+def test_b05_rows_with_values_that_are_not_finite_are_dropped_alone(config: ProducerConfig, capfd) -> None:
+    producer = RowProducer(config, "cpu")
+    memory = SlotMemory(config.shape, 2)
+    good = producer.produce("train", [3, 4, 5], memory.views(0))
+    forward = producer.target.forward
+
+    def broken(ids):
+        taps = forward(ids)
+        taps[1] = taps[1].clone()
+        taps[1][1, 2, 7] = float("nan")
+        taps[0] = taps[0].clone()
+        taps[0][0, good[0] :] = float("inf")  # padding: nobody reads it
+        return taps
+
+    producer.target.forward = broken
+    lengths = producer.produce("train", [3, 4, 5], memory.views(1))
+    assert lengths == [good[0], 0, good[2]]
+    assert "row 4 of train" in capfd.readouterr().out
+    clean, kept = memory.views(0), memory.views(1)
+    for name, tensor in vars(kept).items():
+        whole = getattr(clean, name)
+        expected = torch.cat([whole[: good[0]], whole[good[0] + good[1] : sum(good)]])
+        assert torch.equal(tensor[: len(expected)], expected)
+    batch = ProducedBatch(0, [3, 4, 5], lengths, kept)
+    assert batch.row_ids == (3, 5)
+    assert batch.num_tokens == good[0] + good[2]
+
+
+def test_d02_too_many_slots_are_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dflash_lightning.producer import slots
+
+    monkeypatch.setattr(slots, "available_memory", lambda: 64 * 2**20)
+    shape = SlotShape(1024, 1024, 0, "float32")
+    with pytest.raises(ValueError, match=r"data\.queue_depth: 256 slots.*: 15 slots would fit"):
+        slots.check_memory(shape, 256)
+    slots.check_memory(shape, 15)
+    monkeypatch.undo()
+    assert slots.available_memory() > 0
+
+
+def test_d01_descriptors_stay_constant(config: ProducerConfig) -> None:
+    pool = ProducerPool(config, ["cpu"], {"train": 2})
+    try:
+        stream = opened(pool, [(n, [n % 12]) for n in range(60)])
+        counts = []
+        for _ in range(60):
+            stream.get().release()
+            counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        assert max(counts[5:]) == min(counts[5:])
     finally:
         pool.close()
 
