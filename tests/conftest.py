@@ -9,6 +9,8 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Small models on few cores: threads would only wait for each other. Processes that tests start inherit it.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
