@@ -158,9 +158,11 @@ class _LoaderIterator(Iterator[HiddenStateBatch]):
                     assert produced.number == number
                 else:
                     produced = None
-                tokens = _Tokens.of(produced, self._loader.spec)
-                if produced is not None:
-                    produced.release()
+                try:
+                    tokens = _Tokens.of(produced, self._loader.spec)
+                finally:
+                    if produced is not None:
+                        produced.release()
                 for reuse_pass in range(first_pass, self._loader.config.reuse):
                     batch = self._lay_out(tokens, cursor.epoch, number, reuse_pass, num_batches)
                     if not self._put(batch):
@@ -243,8 +245,11 @@ class _Tokens:
 
     @classmethod
     def of(cls, produced: ProducedBatch | None, spec: BatchSpec) -> _Tokens:
-        """Copy `produced` out of its slot; None gives one token without supervision: a batch of weight 0."""
-        if produced is None:
+        """Copy `produced` out of its slot; None gives one token without supervision: a batch of weight 0.
+
+        The same stands in where the producer had to drop every row.
+        """
+        if produced is None or not produced.num_tokens:
             zero = torch.zeros(1, dtype=torch.int64)
             hidden = torch.zeros(1, spec.hidden_width)
             last = torch.zeros(1, spec.hidden_width // len(spec.target_layer_ids)) if spec.last_hidden_state else None

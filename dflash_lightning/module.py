@@ -23,6 +23,7 @@ from dflash_lightning.drafter.model import DFlashDraftModel
 from dflash_lightning.drafter.objective import LMHead, LossOutput, Objective
 from dflash_lightning.profiling import _prof_add, span
 from dflash_lightning.schedules import HiddenStateNoise, WarmupCosineLR
+from dflash_lightning.sigterm import ThrottledSigtermCheck
 from dflash_lightning.target.loading import FrozenHead, load_frozen_head
 from dflash_lightning.target.mask_token import check_mask_token, choose_mask_token
 from dflash_lightning.target.resolve import load_target_config, load_tokenizer
@@ -136,6 +137,7 @@ class DFlashModule(LightningModule):
         self._frozen: FrozenHead | None = None
         self._window_denominator: Tensor | None = None
         self._window_may_be_empty = True
+        self._batches_since_step = 0
         self._grad_norm: Tensor | None = None
         self._total_steps = 0
         self._optimizer_step_started = 0.0
@@ -216,6 +218,7 @@ class DFlashModule(LightningModule):
             window = self._window_denominator
             self._window_denominator = denominator if window is None else window + denominator
             self._window_may_be_empty &= batch.num_labels == 0
+            self._batches_since_step += 1
         # Lightning divides by the window's length, DDP by the ranks; `configure_gradient_clipping` undoes both.
         return out.numerator
 
@@ -242,6 +245,7 @@ class DFlashModule(LightningModule):
         parameters = [p for p in self.drafter.parameters() if p.grad is not None]
         denominator, self._window_denominator = self._window_denominator, None
         may_be_empty, self._window_may_be_empty = self._window_may_be_empty, True
+        self._batches_since_step = 0
         assert denominator is not None
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(denominator)
@@ -264,7 +268,7 @@ class DFlashModule(LightningModule):
     # Logging: one copy from the device a logging interval, every scalar at trainer.global_step.
 
     def configure_callbacks(self) -> list[Callback]:
-        return [_LogTraining()]
+        return [_LogTraining(), ThrottledSigtermCheck()]
 
     def log_training_if_due(self) -> None:
         """Write the training scalars when an optimizer step has ended on the logging interval."""
@@ -302,7 +306,11 @@ class DFlashModule(LightningModule):
     # Checkpoints hold the drafter alone, with what is needed to use it elsewhere.
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[CHECKPOINT_KEY] = {"draft_config": self.drafter.config.to_diff_dict(), "target": self.target}
+        checkpoint[CHECKPOINT_KEY] = {
+            "draft_config": self.drafter.config.to_diff_dict(),
+            "target": self.target,
+            "batches_since_step": self._batches_since_step,
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get(CHECKPOINT_KEY)
@@ -317,6 +325,12 @@ class DFlashModule(LightningModule):
         if changed:
             listed = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in changed.items())
             raise ValueError(f"the checkpoint's drafter differs from the configured one ({listed}); use its settings")
+        # Saved in the middle of an accumulation window, the file has no gradients: its weights and its cursor are those
+        # of the last step, and Lightning's count of batches must go back there too.
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for counts in (progress["current"], progress["total"]):
+            for key in ("ready", "started", "processed", "completed"):
+                counts[key] -= min(saved.get("batches_since_step", 0), counts[key])
 
 
 class _LogTraining(Callback):

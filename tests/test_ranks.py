@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,8 +28,22 @@ torch.set_num_threads(1)
 class Record(Callback):
     def __init__(self):
         self.rows = []
+        self.syncs = None
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if not options.get("count_syncs"):
+            return
+        if batch_idx == 2:
+            from tests.test_host_syncs import SyncCounter
+
+            self.syncs = SyncCounter()
+            self.syncs.__enter__()
+        if batch_idx == 10:
+            self.syncs.__exit__(None, None, None)
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if options.get("fail_on") == trainer.global_rank and batch_idx == 3:
+            raise RuntimeError("raised on purpose")
         self.rows.append(list(batch.row_ids))
         assert torch.isfinite(outputs["loss"])
 
@@ -35,7 +51,8 @@ class Record(Callback):
         out = f"{options['out']}.{trainer.global_rank}"
         torch.save({n: p.detach().clone() for n, p in module.drafter.named_parameters()}, out + ".pt")
         with open(out + ".json", "w") as file:
-            json.dump({"rows": self.rows, "steps": trainer.global_step}, file)
+            seen = self.syncs.seen if self.syncs else []
+            json.dump({"rows": self.rows, "steps": trainer.global_step, "syncs": seen}, file)
 
 
 if __name__ == "__main__":
@@ -68,7 +85,11 @@ def run_ranks(tmp_path: Path, tiny_target: str) -> Callable[..., list[dict]]:
         options["data"] = {"train": train, "max_seq_len": 64, "token_budget": 256, "num_buckets": 1, **(data or {})}
         options["trainer"] = trainer or {}
         done = subprocess.run(
-            [sys.executable, str(script), json.dumps(options)], capture_output=True, text=True, timeout=170
+            [sys.executable, str(script), json.dumps(options)],
+            capture_output=True,
+            text=True,
+            timeout=170,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "DFLASH_TEST_RUN": str(os.getpid())},
         )
         assert done.returncode == 0, done.stdout + done.stderr
         results = []
@@ -77,6 +98,7 @@ def run_ranks(tmp_path: Path, tiny_target: str) -> Callable[..., list[dict]]:
             results.append(result | {"weights": torch.load(f"{out}.{rank}.pt", weights_only=True)})
         return results
 
+    run.folder = tmp_path
     return run
 
 
@@ -112,6 +134,56 @@ def test_a08_gradient_does_not_depend_on_how_rows_are_split(run_ranks, four_rows
     for other in (accumulated, *ranks):
         for name, weight in whole["weights"].items():
             torch.testing.assert_close(other["weights"][name], weight, atol=1e-5 * moved, rtol=0, msg=name)
+
+
+def test_two_ranks_wait_for_nothing_but_the_throttled_sigterm_check(run_ranks, write_chats: Callable[..., str]) -> None:
+    trainer = {"max_steps": 12, "log_every_n_steps": 1000}
+    results = run_ranks("run", 2, write_chats(60), data={"token_budget": 128}, trainer=trainer, count_syncs=True)
+    for result in results:
+        assert all("sigterm.py" in seen for seen in result["syncs"]), result["syncs"]
+        assert len(result["syncs"]) <= 4, "not before every batch"
+
+
+@pytest.mark.parametrize("ranks_after", [1, 2, 3])
+def test_e18_resume_at_another_world_size(run_ranks, write_chats: Callable[..., str], ranks_after: int) -> None:
+    train = write_chats(24)
+    data = {"target_devices": ["cpu"], "token_budget": 64, "queue_depth": 4}
+    first = run_ranks("first", 2, train, data=data, trainer={"max_steps": 3})
+    seen = [r for rank in first for batch in rank["rows"] for r in batch]
+    ckpt = str(Path(run_ranks.folder) / "first" / "checkpoints" / "last.ckpt")
+    options = {"trainer": {"max_epochs": 1}, "ckpt": ckpt}
+    rest = run_ranks("rest", ranks_after, train, data=data, **options)
+    seen += [r for rank in rest for batch in rank["rows"] for r in batch]
+    assert sorted(seen) == list(range(24)), "no row lost, none repeated"
+    assert len({rank["steps"] for rank in rest}) == 1
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_e17_an_exception_in_a_rank_ends_all(run_ranks, write_chats: Callable[..., str], who: int) -> None:
+    data = {"target_devices": ["cpu", "cpu"], "token_budget": 64}
+    started = time.monotonic()
+    with pytest.raises(AssertionError, match="raised on purpose"):
+        run_ranks("run", 2, write_chats(40), data=data, trainer={"max_steps": 10_000}, fail_on=who)
+    assert time.monotonic() - started < 60
+    mine = str(run_ranks.folder)
+    deadline = time.monotonic() + 10
+    while (left := _commands(mine) + _commands("producer.worker")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
+
+
+def _commands(text: str) -> list[str]:
+    """Command lines of running processes that hold `text` and belong to this test run."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            environment = (process / "environ").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if text in command and f"DFLASH_TEST_RUN={os.getpid()}" in environment:
+            found.append(command)
+    return found
 
 
 def _initial(_run) -> dict[str, torch.Tensor]:

@@ -131,6 +131,12 @@ class RowProducer:
     def _pack(self, made: _Forwarded, out: SlotViews) -> list[int]:
         with span("target.pack_hidden"):
             lengths = [len(row) for row in made.ids]
+            for tap in made.taps:
+                if tap.shape[0] != len(lengths) or tap.shape[1] < max(lengths):
+                    raise ValueError(
+                        f"rows {list(made.numbers)} of {made.stream}: {max(lengths)} tokens in {len(lengths)} rows, "
+                        f"but {tap.shape[1]} hidden states in {tap.shape[0]} rows"
+                    )
             for index, layer in self._bad_rows(made.taps, lengths).items():
                 print(
                     f"dropped row {made.numbers[index]} of {made.stream}: the target's layer {layer} gave values that "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -90,15 +91,30 @@ class Source(Protocol):
 
 
 class InlineSource:
-    """Produces in the calling thread (`target_devices: []`): one slot, filled when a batch is asked for."""
+    """Produces in the calling thread (`target_devices: []`): one slot, filled when a batch is asked for.
+
+    Training goes on prefetching while validation asks for its batches, so whoever holds the slot holds a lock.
+    """
 
     def __init__(self, config: ProducerConfig, device: torch.device | str) -> None:
         self._producer = RowProducer(config, device)
         self._memory = SlotMemory(config.shape, 1)
+        self._lock = threading.Lock()
 
     def open(self, name: str, entries: Iterable[Entry], numbers: Sequence[int]) -> Stream:
         wanted = set(numbers)
-        return _InlineStream(self._producer, self._memory.views(0), name, (e for e in entries if e[0] in wanted))
+        return _InlineStream(self, name, (e for e in entries if e[0] in wanted))
+
+    def produce(self, name: str, number: int, rows: list[int]) -> ProducedBatch:
+        """Fill the slot; it is this batch's until its release."""
+        self._lock.acquire()
+        try:
+            views = self._memory.views(0)
+            lengths = self._producer.produce(name, rows, views)
+        except BaseException:
+            self._lock.release()
+            raise
+        return ProducedBatch(number, rows, lengths, views, self._lock.release)
 
     def check(self) -> None:
         return None
@@ -114,16 +130,13 @@ class InlineSource:
 
 
 class _InlineStream:
-    def __init__(self, producer: RowProducer, views: SlotViews, name: str, entries: Iterator[Entry]) -> None:
-        self._producer = producer
-        self._views = views
+    def __init__(self, source: InlineSource, name: str, entries: Iterator[Entry]) -> None:
+        self._source = source
         self._name = name
         self._entries = entries
 
     def get(self) -> ProducedBatch:
-        number, rows = next(self._entries)
-        lengths = self._producer.produce(self._name, rows, self._views)
-        return ProducedBatch(number, rows, lengths, self._views)
+        return self._source.produce(self._name, *next(self._entries))
 
     def close(self) -> None:
         return None
