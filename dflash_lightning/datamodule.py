@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from dflash_lightning.batch import BatchSpec, Cursor
+from dflash_lightning.cursor import CursorCallback
 from dflash_lightning.data import dataset_fingerprint, ensure_rows, load_rows
 from dflash_lightning.data.usable import usable_lengths
 from dflash_lightning.loader import HiddenStateLoader, LoaderConfig
@@ -162,9 +163,9 @@ class HiddenStateDataModule(LightningDataModule):
                     f"data.train: {int((self._lengths[name] > 0).sum()):,} rows, {self._lengths[name].sum():,} tokens, "
                     f"{len(plan):,} batches an epoch, {plan.padding_waste():.1%} padding"
                 )
-        if not any(isinstance(c, _CursorCallback) for c in trainer.callbacks):  # pyright: ignore
+        if not any(isinstance(c, CursorCallback) for c in trainer.callbacks):  # pyright: ignore
             # First of all callbacks: whatever saves a checkpoint later in the same hook must see the new cursor.
-            trainer.callbacks.insert(0, _CursorCallback(self))  # pyright: ignore
+            trainer.callbacks.insert(0, CursorCallback(self))  # pyright: ignore
         if self.source is None:
             self.source = self._start_source(spec, trainer)
 
@@ -248,6 +249,16 @@ class HiddenStateDataModule(LightningDataModule):
         for loader in self._loaders.values():
             loader.close()
         self._loaders.clear()
+
+    def batches_before(self, cursor: Cursor) -> int:
+        """Batches that a rank has trained in the cursor's epoch when it stands there."""
+        world_size = self.trainer.world_size if self.trainer else 1
+        return cursor.batch // world_size * self.reuse + cursor.reuse_pass
+
+    def batches_an_epoch(self) -> int:
+        """Batches that a rank trains in an epoch."""
+        world_size = self.trainer.world_size if self.trainer else 1
+        return -(-len(self.plan(0)) // world_size) * self.reuse
 
     # Inner workings.
 
@@ -358,31 +369,3 @@ class HiddenStateDataModule(LightningDataModule):
         loader = HiddenStateLoader(self.source, plan, self._spec(), config, start, device)
         self._loaders[name] = loader
         return loader
-
-
-class _CursorCallback(Callback):
-    """Writes the cursor of the batch that was trained last, on optimizer-step boundaries only.
-
-    A checkpoint saved in the middle of an accumulation window holds the weights of the last step and no gradients; the
-    cursor of that same step makes the resumed run train the whole window.
-    """
-
-    def __init__(self, data: HiddenStateDataModule) -> None:
-        self._data = data
-        self._step = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._step = trainer.global_step
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if trainer.global_step != self._step:
-            self._step = trainer.global_step
-            self._data.cursor = batch.cursor
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._data.close()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._data.close()

@@ -137,7 +137,6 @@ class DFlashModule(LightningModule):
         self._frozen: FrozenHead | None = None
         self._window_denominator: Tensor | None = None
         self._window_may_be_empty = True
-        self._batches_since_step = 0
         self._grad_norm: Tensor | None = None
         self._total_steps = 0
         self._optimizer_step_started = 0.0
@@ -218,7 +217,6 @@ class DFlashModule(LightningModule):
             window = self._window_denominator
             self._window_denominator = denominator if window is None else window + denominator
             self._window_may_be_empty &= batch.num_labels == 0
-            self._batches_since_step += 1
         # Lightning divides by the window's length, DDP by the ranks; `configure_gradient_clipping` undoes both.
         return out.numerator
 
@@ -245,7 +243,6 @@ class DFlashModule(LightningModule):
         parameters = [p for p in self.drafter.parameters() if p.grad is not None]
         denominator, self._window_denominator = self._window_denominator, None
         may_be_empty, self._window_may_be_empty = self._window_may_be_empty, True
-        self._batches_since_step = 0
         assert denominator is not None
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(denominator)
@@ -309,7 +306,6 @@ class DFlashModule(LightningModule):
         checkpoint[CHECKPOINT_KEY] = {
             "draft_config": self.drafter.config.to_diff_dict(),
             "target": self.target,
-            "batches_since_step": self._batches_since_step,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -325,12 +321,6 @@ class DFlashModule(LightningModule):
         if changed:
             listed = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in changed.items())
             raise ValueError(f"the checkpoint's drafter differs from the configured one ({listed}); use its settings")
-        # Saved in the middle of an accumulation window, the file has no gradients: its weights and its cursor are those
-        # of the last step, and Lightning's count of batches must go back there too.
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        for counts in (progress["current"], progress["total"]):
-            for key in ("ready", "started", "processed", "completed"):
-                counts[key] -= min(saved.get("batches_since_step", 0), counts[key])
 
 
 class _LogTraining(Callback):

@@ -24,7 +24,7 @@ class SyncCounter(TorchDispatchMode):
             isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in args[1] or ()
         )
         if name in _SYNCING or by_mask:
-            where = [f"{f.filename.rsplit('/', 2)[-2:]}:{f.lineno}" for f in traceback.extract_stack()[-8:-1]]
+            where = [f"{f.filename.rsplit('/', 2)[-2:]}:{f.lineno}" for f in traceback.extract_stack()[-14:-1]]
             self.seen.append(f"{func} at {where}")
         return func(*args, **(kwargs or {}))
 

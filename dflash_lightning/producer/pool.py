@@ -70,7 +70,9 @@ class ProducerPool:
         self._due: dict[int, float] = {}  # index of a dead worker -> when it starts again
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_w, False)
-        self.server = RankServer(self._queue, self.memory, self.release) if len(self._ranks) > 1 else None
+        self.server: RankServer | None = None
+        if len(self._ranks) > 1:
+            self.server = RankServer(self._queue, self.memory, expected=len(self._ranks) - 1)
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dflash-producer-pool", daemon=True)
         self._thread.start()

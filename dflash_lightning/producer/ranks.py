@@ -13,7 +13,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,28 +32,31 @@ _GRACE_SECONDS = 5.0
 class RankServer:
     """The pool's side. All methods but the constructor run in the pool's thread; those that say so, under its lock."""
 
-    def __init__(self, queue: SlotQueue, memory: SlotMemory, release: Callable[[str, int], None]) -> None:
+    def __init__(self, queue: SlotQueue, memory: SlotMemory, expected: int) -> None:
         self._queue = queue
         self._memory = memory
-        self._release = release
+        self._expected = expected
         self._folder = Path(tempfile.mkdtemp(prefix="dflash-"))
         self.path = str(self._folder / "pool")
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.path)
         self._listener.listen()
         self._clients: dict[Connection, list[dict[str, Any]]] = {}  # connection -> what it waits for
 
     def waiters(self) -> list[Any]:
         """What to watch for input."""
-        return [self._listener, *self._clients]
+        return [*([self._listener] if self._listener else ()), *self._clients]
 
     def receive(self, source: Any) -> None:
         """Accept a rank or read one message of it. Under the lock."""
-        if source is self._listener:
+        if self._listener is not None and source is self._listener:
             accepted, _ = self._listener.accept()
             hello = {"shape": self._memory.shape.to_json(), "count": self._memory.count, "pid": os.getpid()}
             socket.send_fds(accepted, [json.dumps(hello).encode()], [self._memory.fd])
             self._clients[Connection(accepted.detach())] = []
+            self._expected -= 1
+            if self._expected == 0:
+                self._stop_listening()  # all are here: a kill from now on leaves no file behind
             return
         try:
             message = json.loads(source.recv_bytes())
@@ -88,8 +91,13 @@ class RankServer:
             self._send(connection, {"op": "bye"} if error is None else {"op": "error", "text": str(error)})
             connection.close()
         self._clients.clear()
-        self._listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send(self, connection: Connection, message: dict[str, Any]) -> None:
         try:
