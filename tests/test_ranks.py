@@ -45,7 +45,7 @@ class Record(Callback):
         if options.get("fail_on") == trainer.global_rank and batch_idx == 3:
             raise RuntimeError("raised on purpose")
         self.rows.append(list(batch.row_ids))
-        assert torch.isfinite(outputs["loss"])
+        assert options.get("count_syncs") or torch.isfinite(outputs["loss"])
 
     def on_train_end(self, trainer, module):
         out = f"{options['out']}.{trainer.global_rank}"
@@ -66,7 +66,7 @@ if __name__ == "__main__":
     trainer = Trainer(
         accelerator="cpu", devices=ranks, logger=False, enable_progress_bar=False, enable_model_summary=False,
         strategy=DDPStrategy(broadcast_buffers=False, process_group_backend="gloo") if ranks > 1 else "auto",
-        num_sanity_val_steps=0, default_root_dir=options["out"], callbacks=[Record(), DrafterCheckpoint(1)],
+        num_sanity_val_steps=0, default_root_dir=options["out"], callbacks=[Record(), DrafterCheckpoint(1000 if options.get("count_syncs") else 1)],
         **options["trainer"],
     )
     trainer.fit(module, datamodule=data, ckpt_path=options.get("ckpt"))
@@ -140,7 +140,7 @@ def test_two_ranks_wait_for_nothing_but_the_throttled_sigterm_check(run_ranks, w
     trainer = {"max_steps": 12, "log_every_n_steps": 1000}
     results = run_ranks("run", 2, write_chats(60), data={"token_budget": 128}, trainer=trainer, count_syncs=True)
     for result in results:
-        assert all("sigterm.py" in seen for seen in result["syncs"]), result["syncs"]
+        assert all("sigterm.py" in seen for seen in result["syncs"]), "\n".join(result["syncs"])
         assert len(result["syncs"]) <= 4, "not before every batch"
 
 
