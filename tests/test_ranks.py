@@ -66,7 +66,7 @@ if __name__ == "__main__":
     trainer = Trainer(
         accelerator="cpu", devices=ranks, logger=False, enable_progress_bar=False, enable_model_summary=False,
         strategy=DDPStrategy(broadcast_buffers=False, process_group_backend="gloo") if ranks > 1 else "auto",
-        num_sanity_val_steps=0, default_root_dir=options["out"], callbacks=[Record(), DrafterCheckpoint(1000 if options.get("count_syncs") else 1)],
+        num_sanity_val_steps=0, default_root_dir=options["out"], callbacks=[Record(), DrafterCheckpoint(options.get("every", 1))],
         **options["trainer"],
     )
     trainer.fit(module, datamodule=data, ckpt_path=options.get("ckpt"))
@@ -138,7 +138,9 @@ def test_a08_gradient_does_not_depend_on_how_rows_are_split(run_ranks, four_rows
 
 def test_two_ranks_wait_for_nothing_but_the_throttled_sigterm_check(run_ranks, write_chats: Callable[..., str]) -> None:
     trainer = {"max_steps": 12, "log_every_n_steps": 1000}
-    results = run_ranks("run", 2, write_chats(60), data={"token_budget": 128}, trainer=trainer, count_syncs=True)
+    results = run_ranks(
+        "run", 2, write_chats(60), data={"token_budget": 128}, trainer=trainer, count_syncs=True, every=1000
+    )
     for result in results:
         assert all("sigterm.py" in seen for seen in result["syncs"]), "\n".join(result["syncs"])
         assert len(result["syncs"]) <= 4, "not before every batch"
