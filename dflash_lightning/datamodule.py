@@ -168,6 +168,9 @@ class HiddenStateDataModule(LightningDataModule):
             trainer.callbacks.insert(0, CursorCallback(self))  # pyright: ignore
         if self.source is None:
             self.source = self._start_source(spec, trainer)
+            memory = getattr(self.source, "memory", None)
+            if memory is not None and trainer.strategy.root_device.type == "cuda":
+                memory.pin()
 
     def train_dataloader(self) -> HiddenStateLoader:
         return self._loader("train", self.plan, self._train_start)

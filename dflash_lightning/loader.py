@@ -20,6 +20,7 @@ from dflash_lightning.drafter.layout import draw_layout
 from dflash_lightning.producer.plan import BatchPlan
 from dflash_lightning.producer.source import ProducedBatch, Source, Stream
 from dflash_lightning.profiling import span
+from dflash_lightning.transfer import Transfer, make_transfer
 
 _POLL_SECONDS = 0.5
 
@@ -104,6 +105,7 @@ class _LoaderIterator(Iterator[HiddenStateBatch]):
     def __init__(self, loader: HiddenStateLoader) -> None:
         self._loader = loader
         self._queue: queue.Queue[HiddenStateBatch | BaseException] = queue.Queue(max(1, loader.config.prefetch))
+        self._transfer = make_transfer(loader.device)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._stream: Stream | None = None
@@ -119,7 +121,7 @@ class _LoaderIterator(Iterator[HiddenStateBatch]):
         if isinstance(item, BaseException):
             self._done = True
             raise item
-        return item
+        return self._transfer.hand_over(item)
 
     def _begin(self) -> None:
         loader, config = self._loader, self._loader.config
@@ -159,7 +161,7 @@ class _LoaderIterator(Iterator[HiddenStateBatch]):
                 else:
                     produced = None
                 try:
-                    tokens = _Tokens.of(produced, self._loader.spec)
+                    tokens = _Tokens.of(produced, self._loader.spec, self._transfer)
                 finally:
                     if produced is not None:
                         produced.release()
@@ -200,10 +202,7 @@ class _LoaderIterator(Iterator[HiddenStateBatch]):
             num_labels=int(layout["label_mask"].sum()),
             step_seed=seed,
         )
-        if self._loader.device.type == "cpu":
-            return batch
-        with span("drafter.copy_to_device"):
-            return batch.to(self._loader.device)
+        return self._transfer.batch(batch)
 
     def _cursor_after(self, epoch: int, number: int, reuse_pass: int, num_batches: int) -> Cursor:
         config = self._loader.config
@@ -232,7 +231,7 @@ class _LoaderIterator(Iterator[HiddenStateBatch]):
 
 @dataclass
 class _Tokens:
-    """A produced batch in memory of the rank's own, with document ids and positions."""
+    """A produced batch out of its slot: its states on the rank's device, its tokens on the host."""
 
     input_ids: Tensor
     hidden_states: Tensor
@@ -244,7 +243,7 @@ class _Tokens:
     num_tokens: int
 
     @classmethod
-    def of(cls, produced: ProducedBatch | None, spec: BatchSpec) -> _Tokens:
+    def of(cls, produced: ProducedBatch | None, spec: BatchSpec, transfer: Transfer) -> _Tokens:
         """Copy `produced` out of its slot; None gives one token without supervision: a batch of weight 0.
 
         The same stands in where the producer had to drop every row.
@@ -253,15 +252,17 @@ class _Tokens:
             zero = torch.zeros(1, dtype=torch.int64)
             hidden = torch.zeros(1, spec.hidden_width)
             last = torch.zeros(1, spec.hidden_width // len(spec.target_layer_ids)) if spec.last_hidden_state else None
+            hidden, last = transfer.states(hidden, last)
             return cls(zero, hidden, last, torch.zeros(1, dtype=torch.bool), zero, zero, (), 0)
         views = produced.views
         lengths = np.asarray(produced.lengths)
         document_ids = np.repeat(np.arange(len(lengths)), lengths)
         positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        hidden, last = transfer.states(views.hidden_states, views.last_hidden_state)
         return cls(
             input_ids=views.input_ids.long(),
-            hidden_states=views.hidden_states.clone(),
-            last_hidden_state=None if views.last_hidden_state is None else views.last_hidden_state.clone(),
+            hidden_states=hidden,
+            last_hidden_state=last,
             loss_mask=views.loss_mask.bool(),
             document_ids=torch.from_numpy(document_ids),
             positions=torch.from_numpy(positions),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -64,9 +65,11 @@ if __name__ == "__main__":
     data = HiddenStateDataModule(options["target"], **options["data"])
     ranks = options["ranks"]
     trainer = Trainer(
-        accelerator="cpu", devices=ranks, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=ranks // options.get("nodes", 1), num_nodes=options.get("nodes", 1),
+        logger=False, enable_progress_bar=False, enable_model_summary=False,
         strategy=DDPStrategy(broadcast_buffers=False, process_group_backend="gloo") if ranks > 1 else "auto",
-        num_sanity_val_steps=0, default_root_dir=options["out"], callbacks=[Record(), DrafterCheckpoint(options.get("every", 1))],
+        num_sanity_val_steps=0, default_root_dir=options["out"],
+        callbacks=[Record(), DrafterCheckpoint(options.get("every", 1))],
         **options["trainer"],
     )
     trainer.fit(module, datamodule=data, ckpt_path=options.get("ckpt"))
@@ -158,6 +161,33 @@ def test_e18_resume_at_another_world_size(run_ranks, write_chats: Callable[..., 
     seen += [r for rank in rest for batch in rank["rows"] for r in batch]
     assert sorted(seen) == list(range(24)), "no row lost, none repeated"
     assert len({rank["steps"] for rank in rest}) == 1
+
+
+def test_two_nodes_each_feed_their_own_ranks(run_ranks, write_chats: Callable[..., str], tiny_target: str) -> None:
+    """torchrun with two nodes on this machine, two ranks each."""
+    script = run_ranks.folder / "train.py"
+    out = run_ranks.folder / "nodes"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    data = {"train": write_chats(20), "max_seq_len": 64, "token_budget": 64, "num_buckets": 1}
+    data |= {"target_devices": ["cpu"], "queue_depth": 3}
+    options = {"target": tiny_target, "ranks": 4, "nodes": 2, "out": str(out), "model": {}, "data": data}
+    options["trainer"] = {"max_epochs": 1}
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}",
+             "--master-addr=127.0.0.1", f"--master-port={port}", str(script), json.dumps(options)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    for node in nodes:
+        output = node.communicate(timeout=170)[0]
+        assert node.returncode == 0, output
+    results = [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(4)]
+    assert sorted(r for result in results for batch in result["rows"] for r in batch) == list(range(20))
+    assert len({result["steps"] for result in results}) == 1
 
 
 @pytest.mark.parametrize("who", [0, 1])
