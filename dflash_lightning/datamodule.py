@@ -273,6 +273,7 @@ class HiddenStateDataModule(LightningDataModule):
 
     def _ensure_rows(self) -> dict[str, str]:
         folders = {}
+        vocab_size = load_target_config(self.target, self.trust_remote_code).get_text_config().vocab_size
         tokenizer = load_tokenizer(self.target, self.trust_remote_code)
         for name, files in (("train", self.train_files), ("val", self.val_files)):
             if files:
@@ -283,6 +284,7 @@ class HiddenStateDataModule(LightningDataModule):
                         Path(cache_root()) / "rows",
                         max_seq_len=self.max_seq_len,
                         min_supervised_tokens=self.min_supervised_tokens,
+                        vocab_size=vocab_size,
                         option=f"data.{name}",
                     )
                 )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -139,6 +140,7 @@ class DFlashModule(LightningModule):
         self._window_may_be_empty = True
         self._grad_norm: Tensor | None = None
         self._total_steps = 0
+        self._optimizer_settings: list[dict[str, Any]] = []
         self._optimizer_step_started = 0.0
 
     def batch_spec(self) -> BatchSpec:
@@ -172,6 +174,7 @@ class DFlashModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer_callable(self.drafter.parameters())
+        self._optimizer_settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         self._total_steps = int(self.trainer.estimated_stepping_batches)
         if self.scheduler_callable is None:
             return optimizer
@@ -184,6 +187,18 @@ class DFlashModule(LightningModule):
         if self.global_rank > 0:
             # A checkpoint holds rank 0's counters; every rank loads them, so the others must not add them again.
             self.train_metrics.reset()
+
+    def on_train_start(self) -> None:
+        """Let the configured optimizer settings win over those that a checkpoint brought, and say which."""
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        assert isinstance(optimizer, Optimizer)
+        # A scheduler that was given another base rate sets it by itself, at its next step.
+        scheduled = {"lr", "initial_lr"} if self.scheduler_callable is not None else set()
+        for group, configured in zip(optimizer.param_groups, self._optimizer_settings, strict=True):
+            for key in configured.keys() - scheduled:
+                if group[key] != configured[key]:
+                    rank_zero_warn(f"model.optimizer: {key} is {configured[key]} now; the checkpoint had {group[key]}")
+                    group[key] = configured[key]
 
     # Steps.
 
@@ -312,6 +327,8 @@ class DFlashModule(LightningModule):
         saved = checkpoint.get(CHECKPOINT_KEY)
         if saved is None:
             raise ValueError("this checkpoint was not made by dflash-lightning: it holds no draft_config")
+        if saved["target"] != self.target:
+            rank_zero_warn(f"data.target is {self.target!r} now; the checkpoint was trained for {saved['target']!r}")
         ours = self.drafter.config.to_diff_dict()
         changed = {
             key: (saved["draft_config"].get(key), ours.get(key))

@@ -40,7 +40,7 @@ class WarmupCosineLR(LambdaLR):
 
     def state_dict(self) -> dict[str, Any]:
         """Progress alone: a resumed run follows the settings it is given, so that `max_steps` may be changed."""
-        settings = ("warmup", "min_ratio", "total_steps")
+        settings = ("warmup", "min_ratio", "total_steps", "base_lrs")
         return {key: value for key, value in super().state_dict().items() if key not in settings}
 
     def _factor(self, step: int) -> float:

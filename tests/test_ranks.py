@@ -149,6 +149,17 @@ def test_two_ranks_wait_for_nothing_but_the_throttled_sigterm_check(run_ranks, w
         assert len(result["syncs"]) <= 4, "not before every batch"
 
 
+def test_a_step_without_any_anchor_moves_no_rank(run_ranks, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join([json.dumps({"input_ids": [5, 6, 7, 8], "loss_mask": [1, 0, 1, 0]})] * 2))
+    data = {"token_budget": 4, "max_seq_len": 4}
+    ranks = run_ranks("two", 2, str(file), data=data, trainer={"max_steps": 1})
+    torch.manual_seed(0)
+    for rank in ranks:
+        assert torch.equal(rank["weights"]["norm.weight"], torch.ones(32)), "weight decay alone would move it"
+        assert torch.equal(rank["weights"]["fc.weight"], ranks[0]["weights"]["fc.weight"])
+
+
 @pytest.mark.parametrize("ranks_after", [1, 2, 3])
 def test_e18_resume_at_another_world_size(run_ranks, write_chats: Callable[..., str], ranks_after: int) -> None:
     train = write_chats(24)

@@ -148,6 +148,18 @@ def test_a_changed_plan_is_refused_by_name_or_starts_the_epoch_again(make_run, w
     assert record.rows == fresh.rows
 
 
+def test_changed_optimizer_settings_win_at_resume_and_are_named(make_run, write_chats: Callable[..., str]) -> None:
+    train = write_chats(60)
+    _, folder = run(make_run, train, 10, name="cut", crash=4)
+    checkpoint = find_last_checkpoint(folder / "checkpoints")
+    optimizer = {"model_optimizer": lambda p: torch.optim.AdamW(p, lr=1e-5, weight_decay=0.3, fused=True)}
+    with pytest.warns(UserWarning, match=r"weight_decay is 0\.3 now; the checkpoint had 0\.01"):
+        _, folder = run(make_run, train, 20, name="cut", ckpt=checkpoint, **optimizer)
+    rates = dict(read_scalars(folder)["train/lr"])
+    assert max(rate for step, rate in rates.items() if step > 6) <= 1e-5
+    assert rates[20] < 1e-7, "the schedule ends with the new max_steps"
+
+
 def test_a_finished_run_trains_on_where_it_stopped(make_run, write_chats: Callable[..., str]) -> None:
     train = write_chats(40)
     whole, _ = run(make_run, train, 9, name="whole")
