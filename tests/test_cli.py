@@ -92,7 +92,9 @@ def steps_saved(run: Path) -> int:
     return max((int(f.stem.split("=")[1]) for f in (run / "checkpoints").glob("step=*.ckpt")), default=0)
 
 
-def test_fit_validate_generate(write_config, write_chats: Callable[..., str], tmp_path: Path, tiny_target: str) -> None:
+def test_e09_fit_validate_resume_in_the_same_folder_generate(
+    write_config, write_chats: Callable[..., str], tmp_path: Path, tiny_target: str
+) -> None:
     config = write_config(
         write_chats(40), data__val=write_chats(8, "val.jsonl", offset=90), data__target_devices=["cpu"]
     )
@@ -154,7 +156,7 @@ def test_a_killed_run_resumes_bit_for_bit(write_config, write_chats: Callable[..
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
-def test_no_process_is_left_after_a_signal(how, write_config, write_chats, tmp_path: Path) -> None:
+def test_d04_no_process_is_left_after_a_signal(how, write_config, write_chats, tmp_path: Path) -> None:
     config = write_config(write_chats(40), trainer__max_steps=100_000, data__target_devices=["cpu"])
     process = start("fit", "--config", config, start_new_session=True)
     assert wait_for(lambda: steps_saved(tmp_path / "run") > 2 or process.poll() is not None, 120)
@@ -243,10 +245,31 @@ def test_bad_rows_are_counted_and_only_bad_rows_are_an_error(write_config, tmp_p
     assert not (tmp_path / "run2" / "checkpoints").exists()
 
 
+def test_prepare_shows_and_reports_and_fit_takes_its_folder(
+    write_config, write_chats: Callable[..., str], tmp_path: Path, tiny_target: str, capsys
+) -> None:
+    from dflash_lightning.cli import main
+
+    chats = Path(write_chats(12))
+    chats.write_text(chats.read_text() + "{oops\n")
+    out = tmp_path / "rows"
+    assert main(["prepare", "--target", tiny_target, "--data", str(chats), "--out", str(out), "--show", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "|red green blue<|im_end|>|" in shown, "supervised text stands out"
+    assert "12 rows" in shown
+    assert "chats.jsonl:13" in shown
+    assert (out / "report.json").is_file()
+    fit = dflash("fit", "--config", write_config(str(out), trainer__max_steps=1))
+    assert fit.returncode == 0, fit.stderr
+    assert main(["prepare", "--target", tiny_target, "--data", "nowhere.jsonl", "--out", str(out)]) == 2
+    assert "--data" in capsys.readouterr().err
+    assert (out / "report.json").is_file(), "the old folder is not touched"
+
+
 def test_help_lists_every_command(capsys) -> None:
     from dflash_lightning.cli import main
 
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(command in shown for command in ("fit", "validate", "generate"))
+    assert all(command in shown for command in ("fit", "validate", "prepare", "generate"))
     assert main(["conquer"]) == 2

@@ -1,8 +1,8 @@
 """Faults that users of this field reported (FIELD_FAULTS B, D, E), the part that needs trainer, producers or files.
 
-B1, B2, B4 and B8 (a tap is the layer's output before the final norm, hybrid targets) are in target/test_target.py;
-B5, B6, D1, D2, D7, D8 in producer/test_pool.py; D4 in test_cli.py; D5 in test_layout_rules.py; E1, E3, E13 in
-test_training.py; E5, E6, E8, E12, E17, E18 in test_ranks.py; E9, E11 in test_cli.py and test_training.py.
+B1, B2, B4 and B8 are in target/test_target.py; B5, B6, D1, D2, D7, D8 in producer/test_pool.py; D4 and E9 in
+test_cli.py; D5 in test_layout_rules.py; E1, E2, E3, E10, E11, E13 in test_training.py; E5, E6, E12, E17, E18 in
+test_ranks.py; E8 (a stage that one rank alone has) in callbacks/.
 D6 cannot occur: what crosses processes lies in host memory, never in a CUDA tensor.
 E16 cannot occur: batches are planned ahead, no packer holds a row back.
 E20 is held by ProfileStats (test_profiling.py). E21 cannot occur: batch sizes come from the plan.

@@ -29,10 +29,13 @@ ALLOWED = {
     "cursor": {"batch"},
     "datamodule": {"producer", "data", "batch", "loader", "placement", "cursor", "target", "profiling"},
     "module": {"drafter", "batch", "profiling", "schedules", "sigterm", "target"},
+    "prepare": {"cli", "data", "target"},
     "generate": {"cli", "drafter", "target"},
     "training_cli": {"module", "datamodule", "callbacks"},
-    "cli": {"training_cli", "generate"},
-    "callbacks": {"profiling"},
+    "cli": {"training_cli", "generate", "prepare", "profile_run"},
+    "callbacks": {"profiling", "pipeline"},
+    "pipeline": {"profiling"},
+    "profile_run": {"pipeline", "profiling"},
 }
 
 
@@ -65,7 +68,7 @@ def test_every_part_has_a_rule() -> None:
     assert parts - {"__init__", "__main__"} <= set(ALLOWED)
 
 
-def test_training_side_imports_without_datasets_and_jsonargparse() -> None:
+def test_d05_training_side_imports_without_cuda_datasets_and_jsonargparse() -> None:
     code = """
 import sys
 sys.modules['datasets'] = None

@@ -161,7 +161,7 @@ def test_a_step_without_any_anchor_moves_no_rank(run_ranks, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("ranks_after", [1, 2, 3])
-def test_e18_resume_at_another_world_size(run_ranks, write_chats: Callable[..., str], ranks_after: int) -> None:
+def test_e12_e18_resume_at_another_world_size(run_ranks, write_chats: Callable[..., str], ranks_after: int) -> None:
     train = write_chats(24)
     data = {"target_devices": ["cpu"], "token_budget": 64, "queue_depth": 4}
     first = run_ranks("first", 2, train, data=data, trainer={"max_steps": 3})
@@ -243,7 +243,7 @@ def test_e05_ranks_stop_together_and_lose_no_row(run_ranks, write_chats: Callabl
     assert all(torch.equal(w, ranks[1]["weights"][n]) for n, w in ranks[0]["weights"].items())
 
 
-def test_a_rank_without_any_anchor_takes_part(run_ranks, tmp_path: Path) -> None:
+def test_e06_a_rank_without_any_anchor_takes_part(run_ranks, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     rows = [
         {"input_ids": [5, 6, 7, 8], "loss_mask": [1, 1, 1, 1]},

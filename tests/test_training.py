@@ -57,7 +57,7 @@ def run(
     return record, Path(trainer.default_root_dir)
 
 
-def test_a_run_logs_and_saves_what_it_promises(make_run, write_chats: Callable[..., str]) -> None:
+def test_e10_e11_a_run_logs_and_saves_what_it_promises(make_run, write_chats: Callable[..., str]) -> None:
     train, val = write_chats(60), write_chats(12, "val.jsonl", offset=500)
     callbacks = [DrafterCheckpoint(every_n_train_steps=2), StageProfilerCallback(profile_interval=0.001)]
     options = {"data_val": val, "trainer_val_check_interval": 3, "trainer_check_val_every_n_epoch": None}
@@ -110,7 +110,7 @@ def _noise():
     return HiddenStateNoise(strength=0.05, end=0.01, distribution="uniform", schedule="linear", steps=12)
 
 
-def test_e01_no_row_is_lost_or_repeated_over_epochs(make_run, write_chats: Callable[..., str]) -> None:
+def test_e01_e02_no_row_is_lost_or_repeated_over_epochs(make_run, write_chats: Callable[..., str]) -> None:
     train = write_chats(30)
     options = {"trainer_max_epochs": 2}
     whole, _ = run(make_run, train, -1, name="whole", **options)
@@ -166,6 +166,17 @@ def test_a_finished_run_trains_on_where_it_stopped(make_run, write_chats: Callab
     first, folder = run(make_run, train, 5, name="cut")
     rest, _ = run(make_run, train, 9, name="cut", ckpt=find_last_checkpoint(folder / "checkpoints"))
     assert first.rows + rest.rows == whole.rows
+
+
+def test_e10_a_missing_drafter_weight_still_fails(make_run, write_chats: Callable[..., str]) -> None:
+    train = write_chats(40)
+    _, folder = run(make_run, train, 2, name="run")
+    checkpoint = find_last_checkpoint(folder / "checkpoints")
+    content = torch.load(checkpoint, weights_only=True)
+    del content["state_dict"]["drafter.fc.weight"]
+    torch.save(content, checkpoint)
+    with pytest.raises(RuntimeError, match=r"drafter\.fc\.weight"):
+        run(make_run, train, 4, name="run", ckpt=checkpoint)
 
 
 def test_another_drafter_is_refused_at_resume(make_run, write_chats) -> None:

@@ -237,7 +237,16 @@ def test_d08_an_error_reaches_every_rank(config: ProducerConfig) -> None:
         pool.close()
 
 
-def test_b05_rows_with_values_that_are_not_finite_are_dropped_alone(config: ProducerConfig, capfd) -> None:
+def test_b05_missing_state_rows_are_an_error_that_names_both_counts(config: ProducerConfig) -> None:
+    producer = RowProducer(config, "cpu")
+    forward = producer.target.forward
+    producer.target.forward = lambda ids: [tap[:, :-1] for tap in forward(ids)]
+    longest = len(producer.rows["train"][4]["input_ids"])
+    with pytest.raises(ValueError, match=rf"rows \[4\] of train: {longest} tokens.* but {longest - 1} hidden states"):
+        producer.produce("train", [4], SlotMemory(config.shape, 1).views(0))
+
+
+def test_b06_rows_with_values_that_are_not_finite_are_dropped_alone(config: ProducerConfig, capfd) -> None:
     producer = RowProducer(config, "cpu")
     memory = SlotMemory(config.shape, 2)
     good = producer.produce("train", [3, 4, 5], memory.views(0))

@@ -33,6 +33,32 @@ def test_b01_tap_is_the_output_of_that_layer_before_the_final_norm(tiny_target: 
             torch.testing.assert_close(tap, hf[i + 1], atol=1e-5, rtol=1e-5)
 
 
+def test_b02_the_last_layers_tap_comes_before_the_final_norm(tiny_target: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    tokens = torch.arange(10, 22)[None]
+    tap = TappedTarget(tiny_target, [7], dtype="float32").forward(tokens)[0]
+    with torch.inference_mode():
+        normed = model.model(tokens, output_hidden_states=True).hidden_states[8]
+        torch.testing.assert_close(model.model.norm(tap), normed, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(tap, normed, atol=1e-2)
+
+
+def test_b08_layers_of_several_kinds_are_tapped_by_their_number() -> None:
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16,
+    )  # fmt: skip
+    assert len(set(config.layer_types)) == 2
+    model = Qwen3_5ForCausalLM(config).eval()
+    tokens = torch.arange(9)[None]
+    with torch.inference_mode():
+        states = model.model(tokens, output_hidden_states=True).hidden_states
+    for tap, i in zip(TappedTarget.wrap(model, [0, 1, 2]).forward(tokens), (0, 1, 2), strict=True):
+        torch.testing.assert_close(tap, states[i + 1], atol=1e-5, rtol=1e-5)
+
+
 def test_layers_above_the_last_tap_are_dropped(tiny_target: str) -> None:
     tapped = TappedTarget(tiny_target, [1, 3])
     assert len(tapped.decoder.layers) == 4
