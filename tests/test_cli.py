@@ -92,7 +92,7 @@ def steps_saved(run: Path) -> int:
     return max((int(f.stem.split("=")[1]) for f in (run / "checkpoints").glob("step=*.ckpt")), default=0)
 
 
-def test_e09_fit_validate_resume_in_the_same_folder_generate(
+def test_e09_fit_validate_resume_generate(
     write_config, write_chats: Callable[..., str], tmp_path: Path, tiny_target: str
 ) -> None:
     config = write_config(
