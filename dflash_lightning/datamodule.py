@@ -48,7 +48,7 @@ class HiddenStateDataModule(LightningDataModule):
         reuse: training steps on one produced batch, each with fresh anchors and noise.
         max_restarts: restarts of a killed worker before the run fails.
         on_plan_change: at resume with other data, seed or budget: "error", or "restart_epoch".
-        cache_dir: folder for hidden states that later epochs read again; None keeps none.
+        cache_dir: reserved for a cache of hidden states; only None is accepted so far.
         min_supervised_tokens: rows with fewer supervised tokens are left out.
         seed: seed of plan, anchors and noise.
         target_dtype: dtype of target and hidden states: "auto" (as stored) or a torch dtype's name.
@@ -98,6 +98,8 @@ class HiddenStateDataModule(LightningDataModule):
                 f"data.token_budget={token_budget} is smaller than data.max_seq_len={max_seq_len}: "
                 "the longest row must fit a batch"
             )
+        if cache_dir is not None:
+            raise ValueError(f"data.cache_dir={cache_dir!r}: hidden states are not cached yet; leave it out")
         if target_dtype != "auto" and not isinstance(getattr(torch, target_dtype, None), torch.dtype):
             raise ValueError(f"data.target_dtype={target_dtype!r}: 'auto' or a torch dtype such as 'bfloat16'")
         self.target = target

@@ -34,7 +34,12 @@ def check_devices(target_devices: Sequence[int | str], trainer: Trainer) -> None
 
 
 def threads_per_worker(devices: Sequence[int | str]) -> int | None:
-    """Compute threads of a CPU worker: an equal share of the cores, the trainer's share included."""
+    """Compute threads of a CPU worker: an equal share of the cores, the trainer's share included.
+
+    None leaves them alone: there is no CPU worker, or OMP_NUM_THREADS says how many threads every process takes.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return None
     on_cpu = sum(d == "cpu" for d in devices)
     return max(1, len(os.sched_getaffinity(0)) // (on_cpu + 1)) if on_cpu else None
 
