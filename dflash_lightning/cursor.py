@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from dflash_lightning.batch import Cursor
 
@@ -50,7 +51,7 @@ class CursorCallback(Callback):
         """
         saved = checkpoint.get("HiddenStateDataModule")
         progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
-        if saved is None or progress is None or not progress["current"]["ready"]:
+        if trainer.state.fn != TrainerFn.FITTING or saved is None or not progress or not progress["current"]["ready"]:
             return
         epoch_is_over = saved["batch"] == 0 and saved["pass"] == 0
         done = self._data.batches_an_epoch() if epoch_is_over else self._data.batches_before(self._data.cursor)
