@@ -1,0 +1,115 @@
+"""`dflash regenerate`: every conversation answered once, by a model here or by a server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from dflash_lightning.cli import main
+
+
+def rows_of(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.fixture
+def server():
+    """A small OpenAI-compatible server that fails every third request once."""
+    seen: list[list[dict]] = []
+    state = {"requests": 0, "broken": False}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply({"data": [{"id": "toy"}]})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            state["requests"] += 1
+            if state["broken"] or state["requests"] % 3 == 0:
+                self.send_error(503)
+                return
+            seen.append(body["messages"])
+            text = f"answer {len(body['messages'])} to {body['messages'][-1]['content']}"
+            reason = "length" if "long" in body["messages"][-1]["content"] else "stop"
+            self.reply({"choices": [{"message": {"content": text}, "finish_reason": reason}]})
+
+        def reply(self, body: dict) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args) -> None:
+            return None
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{httpd.server_address[1]}", seen, state
+    httpd.shutdown()
+
+
+def test_a_server_answers_turn_by_turn_and_nothing_is_asked_twice(server, tmp_path: Path, monkeypatch) -> None:
+    from dflash_lightning import regenerate
+
+    monkeypatch.setattr(regenerate, "_BACKOFF_SECONDS", 0.01)
+    url, seen, state = server
+    chat = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "OLD"},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "OLD"},
+    ]
+    lines = [{"messages": chat}, {"id": "mine", "prompt": "three"}, {"messages": [{"role": "user", "content": "four"}]}]
+    lines += [{"prompt": "a long one"}, {"messages": [{"role": "wizard", "content": "x"}]}]
+    data, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    data.write_text("\n".join(map(json.dumps, lines)))
+    command = ["regenerate", "--target", url, "--data", str(data), "--out", str(out), "--concurrency", "3"]
+    assert main(command) == 0
+    rows = {row["id"]: row for row in rows_of(out)}
+    assert set(rows) == {"in.jsonl:1", "mine", "in.jsonl:3", "in.jsonl:4"}
+    first = rows["in.jsonl:1"]["messages"]
+    assert [m["content"] for m in first] == ["one", "answer 1 to one", "two", "answer 3 to two"]
+    assert "OLD" not in json.dumps(seen), "the target sees its own answers, not the source's"
+    assert rows["in.jsonl:4"]["truncated"]
+
+    asked = len(seen)
+    with out.open("a") as file:
+        file.write('{"id": "cut off by a ki')
+    data.write_text(data.read_text() + "\n" + json.dumps({"prompt": "five"}))
+    assert main(command) == 0
+    assert len(seen) == asked + 1
+    assert [row["id"] for row in rows_of(out)][-1] == "in.jsonl:6"
+
+    state["broken"] = True
+    data.write_text(data.read_text() + "\n" + json.dumps({"prompt": "six"}))
+    assert main([*command, "--retries", "1"]) == 1, "a failed row is no success, and stays open"
+    state["broken"] = False
+    assert main(command) == 0
+    assert len(rows_of(out)) == 6
+
+
+def test_the_target_answers_in_this_process(tiny_target: str, write_chats: Callable[..., str], tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    command = ["regenerate", "--target", tiny_target, "--data", write_chats(5), "--out", str(out)]
+    command += ["--max-new-tokens", "6", "--batch-size", "2", "--device", "cpu"]
+    assert main(command) == 0
+    rows = rows_of(out)
+    assert [row["messages"][0]["content"] for row in rows] == [f"colour {i}" for i in range(5)]
+    assert all(row["messages"][1]["role"] == "assistant" for row in rows)
+    alone = tmp_path / "alone.jsonl"
+    assert main([*command[:5], "--out", str(alone), *command[7:9], "--batch-size", "1", "--device", "cpu"]) == 0
+    assert [r["messages"] for r in rows_of(alone)] == [r["messages"] for r in rows], "batching changes no answer"
+
+
+def test_bad_options_are_named(tiny_target: str, write_chats: Callable[..., str], capsys) -> None:
+    data = write_chats(2)
+    assert main(["regenerate", "--target", tiny_target, "--data", data, "--out", data]) == 2
+    assert "--out" in capsys.readouterr().err
+    assert main(["regenerate", "--target", tiny_target, "--data", "no.jsonl", "--out", data + ".out"]) == 2
+    assert "no.jsonl" in capsys.readouterr().err
