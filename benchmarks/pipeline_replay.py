@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -29,16 +30,21 @@ sys.path.insert(0, str(ROOT))
 
 from dflash_lightning.batch import BatchSpec, Cursor  # noqa: E402
 from dflash_lightning.loader import HiddenStateLoader, LoaderConfig  # noqa: E402
+from dflash_lightning.pipeline.rank_steps import GroupSteps, OwnSteps  # noqa: E402
+from dflash_lightning.pipeline.windows import Settings, Window  # noqa: E402
 from dflash_lightning.producer.plan import BatchPlan  # noqa: E402
 from dflash_lightning.producer.pool import ProducerPool  # noqa: E402
 from dflash_lightning.producer.produce import ProducerConfig  # noqa: E402
 from dflash_lightning.producer.ranks import RankSource  # noqa: E402
 from dflash_lightning.producer.slots import SlotShape, SlotViews  # noqa: E402
-from dflash_lightning.profiling import span  # noqa: E402
+from dflash_lightning.profiling import process_stats, span  # noqa: E402
 
-FORWARD, FORWARD_SPREAD, PACK = 0.121, 0.08, 0.015
-DRAFTER_FORWARD, DRAFTER_BACKWARD = 0.027, 0.021
+# Workers inherit it. At 1 the all-reduce of gloo on a busy machine is already 4 % of the backward time.
+SLOWER = float(os.environ.get("DFLASH_REPLAY_SLOWER", "1"))
+FORWARD, FORWARD_SPREAD, PACK = 0.121 * SLOWER, 0.08, 0.015 * SLOWER
+DRAFTER_FORWARD, DRAFTER_BACKWARD = 0.027 * SLOWER, 0.021 * SLOWER
 TOKENS = 512
+PREFETCH = 2
 
 
 class WaitingProducer:
@@ -97,15 +103,21 @@ def run_rank(options: dict[str, Any]) -> None:
     dist.broadcast_object_list(path)
     source = source or RankSource(path[0], rank)
     spec = BatchSpec((0,), False, 4, 32, width)
-    loader_config = LoaderConfig("train", rank, world, 1, 0, 2, ranks)
+    loader_config = LoaderConfig("train", rank, world, 1, 0, PREFETCH, ranks)
     loader = HiddenStateLoader(
         source, lambda _e: plan, spec, loader_config, lambda: Cursor(0, 0, 0), torch.device("cpu")
     )
     meet = torch.zeros(1)
     started = time.monotonic()
-    for _ in loader:
-        time.sleep(DRAFTER_FORWARD + DRAFTER_BACKWARD)
-        dist.all_reduce(meet)
+    profile = Profile(source, options)
+    for step, _ in enumerate(loader):
+        with span("drafter.forward"):
+            time.sleep(DRAFTER_FORWARD)
+        with span("drafter.backward"):
+            time.sleep(DRAFTER_BACKWARD)
+            dist.all_reduce(meet)
+        profile.end_step(step)
+    window = profile.close()
     waited = sum(t.total for s, t in _stats().items() if s == "drafter.queue_wait")
     seconds = time.monotonic() - started
     if rank == 0:
@@ -116,21 +128,69 @@ def run_rank(options: dict[str, Any]) -> None:
             "efficiency": rate / bound,
             "whole_run": options["batches"] / seconds / bound,
             "wait_share": waited / seconds,
+            "tokens_per_s": window.tokens / window.wall,
         }
+        (folder / "window.json").write_text(json.dumps(window.to_json()))
         (folder / "result.json").write_text(json.dumps(result))
     loader.close()
     dist.barrier()
     source.close()
 
 
-def _stats() -> dict[str, Any]:
-    from dflash_lightning.profiling import process_stats
+class Profile:
+    """The window that StageProfilerCallback would close over the last three quarters of the steps."""
 
+    def __init__(self, source: Any, options: dict[str, Any]) -> None:
+        self.source, self.options = source, options
+        self.steps = OwnSteps()
+        self.first = options["batches"] // options["ranks"] // 4
+        self.count = 0
+        self.started = 0.0
+
+    def end_step(self, step: int) -> None:
+        self.steps.end_batch()
+        self.count += 1
+        if step + 1 == self.first:
+            process_stats().window()
+            self.steps.take()
+            for stats in self.source.lanes().values():
+                stats.window()
+            self.count, self.started = 0, time.perf_counter()
+
+    def close(self) -> Window:
+        wall = time.perf_counter() - self.started
+        rank, ranks = self.options["rank"], self.options["ranks"]
+        lanes = {f"rank{rank}": process_stats().window()}
+        lanes.update({name: stats.window() for name, stats in self.source.lanes().items()})
+        group, steps = GroupSteps(range(ranks)), self.steps.take()
+        group.add(steps)
+        if rank:
+            self.source.send_profile({"totals": {}, "events": []}, steps, True)
+        else:
+            profiles = self.source.rank_profiles()
+            while not all(p.finished for p in profiles.values()):
+                time.sleep(0.01)
+            for profile in profiles.values():
+                group.add(profile.take_steps())
+        settings = Settings(
+            self.options["producers"], ranks, self.options["queue_depth"], self.options["min_ready"], PREFETCH
+        )
+        joined = dict(zip(("group_steps", "group_wait", "group_backward"), group.take(), strict=True))
+        tokens = self.count * ranks * TOKENS
+        return Window(1, 0.0, wall, self.count, lanes, tokens, self.count * ranks, settings=settings, **joined)
+
+
+def _stats() -> dict[str, Any]:
     return process_stats().cumulative()
 
 
 def replay(**options: Any) -> dict[str, float]:
-    """One run in fresh processes; its efficiency, that of the whole run, and rank 0's wait share."""
+    """One run in fresh processes; its efficiency, that of the whole run, rank 0's wait share, and tokens/s."""
+    return replay_with_window(**options)[0]
+
+
+def replay_with_window(**options: Any) -> tuple[dict[str, float], Window]:
+    """One run in fresh processes: its figures and its profile window."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--child"]
         options = {"folder": folder, **options}
@@ -140,7 +200,8 @@ def replay(**options: Any) -> dict[str, float]:
         ]
         codes = [child.wait(timeout=300) for child in children]
         assert codes == [0] * len(codes), codes
-        return json.loads((Path(folder) / "result.json").read_text())
+        window = Window.from_json(json.loads((Path(folder) / "window.json").read_text()))
+        return json.loads((Path(folder) / "result.json").read_text()), window
 
 
 def main() -> None:

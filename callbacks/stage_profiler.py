@@ -1,74 +1,56 @@
-"""StageProfilerCallback: the spans of every process as TensorBoard scalars, a window each profile interval."""
+"""StageProfilerCallback: the spans of every process as a window each profile interval."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from dflash_lightning.profiling import StageTotal, format_table, process_stats
+from dflash_lightning.callbacks.panels import console_line, write_layout, write_texts
+from dflash_lightning.callbacks.timeline import draw_timeline, write_chrome_trace
+from dflash_lightning.pipeline.rank_steps import GroupSteps, OwnSteps
+from dflash_lightning.pipeline.verdict import Verdict, judge
+from dflash_lightning.pipeline.windows import (
+    TOP_LEVEL,
+    Settings,
+    Window,
+    append_window,
+    holds_start_up,
+    seconds,
+    with_other,
+)
+from dflash_lightning.profiling import Event, _prof_add, process_stats
 
-_BUSY_STAGES = ("target.load_batch", "target.model_forward", "target.pack_hidden", "target.copy_to_host")
-
-
-@dataclass
-class Window:
-    """Stage totals of one profile window by lane (this rank, each producer). Seconds."""
-
-    wall: float
-    lanes: dict[str, dict[str, StageTotal]]
-    tokens: int
-    queue_depth: int
-
-    def merged(self) -> dict[str, tuple[StageTotal, float]]:
-        """Stage -> its total over all lanes, and its share of the wall time of the lanes that have it."""
-        totals: dict[str, tuple[StageTotal, int]] = {}
-        for lane in self.lanes.values():
-            for stage, item in lane.items():
-                old, lanes = totals.get(stage, (StageTotal(0, 0.0, 0.0), 0))
-                both = StageTotal(old.count + item.count, old.total + item.total, max(old.max, item.max))
-                totals[stage] = (both, lanes + 1)
-        return {stage: (item, item.total / (self.wall * lanes)) for stage, (item, lanes) in totals.items()}
-
-    def target_utilization(self) -> float | None:
-        """Busy share of the producers; None where production runs in the training process."""
-        producers = [lane for name, lane in self.lanes.items() if name.startswith("producer")]
-        if not producers:
-            return None
-        busy = sum(lane[s].total for lane in producers for s in _BUSY_STAGES if s in lane)
-        return busy / (self.wall * len(producers))
-
-    def scalars(self) -> dict[str, float]:
-        """The TensorBoard scalars of this window."""
-        values: dict[str, float] = {}
-        for stage, (item, share) in self.merged().items():
-            values[f"profile/avg_ms/{stage}"] = item.mean * 1e3
-            values[f"profile/max_ms/{stage}"] = item.max * 1e3
-            values[f"profile/total_s/{stage}"] = item.total
-            values[f"profile/share/{stage}"] = share
-            values[f"profile/count/{stage}"] = item.count
-        values["pipeline/tokens_per_s"] = self.tokens / self.wall
-        values["pipeline/queue_depth"] = self.queue_depth
-        utilization = self.target_utilization()
-        if utilization is not None:
-            values["pipeline/target_utilization"] = utilization
-        wait = self.lanes.get("rank0", {}).get("drafter.queue_wait")
-        values["pipeline/drafter_wait_share"] = wait.total / self.wall if wait else 0.0
-        return values
+TRACE_FILE = "trace.json"
+_WINDOWS_KEPT = 30  # the verdict is over these
+_RANK_REPORT_SECONDS = 1.0
+# How long rank 0 waits at the end for the other ranks' last spans; they end within the same step.
+_LAST_REPORTS_SECONDS = 1.0
+# Verdict and picture may take so much of the time.
+_EXTRAS_SHARE = 0.004
 
 
 class StageProfilerCallback(Callback):
-    """Writes the stage timings of trainer and producers to the logger at `trainer.global_step`.
+    """Writes the stage timings of trainer and producers at `trainer.global_step`: scalars, table, verdict, timeline.
+
+    Every window is also a line of `profile.jsonl` in the run folder, which `dflash profile` reads.
 
     Args:
         profile_interval: seconds between two windows; None takes `DFLASH_PROFILE_INTERVAL`, else 60; 0 turns it off.
+        timeline_steps: steps in the timeline picture.
+        chrome_trace: also write the newest spans to `trace.json` in the run folder, for Perfetto.
     """
 
-    def __init__(self, profile_interval: float | None = None) -> None:
+    def __init__(
+        self, profile_interval: float | None = None, timeline_steps: int = 8, chrome_trace: bool = False
+    ) -> None:
         if profile_interval is None:
             text = os.environ.get("DFLASH_PROFILE_INTERVAL", "60")
             try:
@@ -77,45 +59,204 @@ class StageProfilerCallback(Callback):
                 raise ValueError(f"DFLASH_PROFILE_INTERVAL={text!r}: give seconds") from None
         if profile_interval < 0:
             raise ValueError(f"profile_interval={profile_interval}: seconds, 0 turns it off")
+        if timeline_steps < 1:
+            raise ValueError(f"timeline_steps={timeline_steps}: at least 1")
         self.profile_interval = profile_interval
+        self.timeline_steps = timeline_steps
+        self.chrome_trace = chrome_trace
         self.last_profile_log = 0.0
-        self._tokens = 0
+        self._running = False
+
+    # Lightning's hooks.
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The clock starts with training, so that the first window is as long as the others.
-        self.last_profile_log = time.perf_counter()
-        self._tokens = 0
+        if not self.profile_interval:
+            return
+        self._source = getattr(getattr(trainer, "datamodule", None), "source", None)
+        self._number = 0
+        self._tokens = self._batches = 0
+        self._windows: deque[Window] = deque(maxlen=_WINDOWS_KEPT)
+        self._ends: deque[float] = deque(maxlen=self.timeline_steps + 1)
+        self._steps = OwnSteps()
+        self._group = GroupSteps([trainer.global_rank, *self._rank_profiles()])
+        self._extras_cost, self._extras_end = 0.0, 0.0
+        self._step_logged = trainer.global_step
+        self._undo_spans = _span_checkpoints(trainer)
+        if trainer.is_global_zero and isinstance(trainer.logger, TensorBoardLogger):
+            write_layout(trainer.logger.experiment)
         process_stats().window()
+        # The clock starts with training, so that the first window is as long as the others.
+        self.last_profile_log = self._began = self._last_report = time.perf_counter()
+        self._ends.append(self._began)
+        self._running = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if not self._running:
+            return
+        now = time.perf_counter()
         self._tokens += getattr(batch, "num_tokens", 0)
-        if self.profile_interval and time.perf_counter() - self.last_profile_log >= self.profile_interval:
-            self._close_window(trainer)
+        self._batches += 1
+        self._steps.end_batch()
+        self._ends.append(now)
+        if not trainer.is_global_zero:
+            if now - self._last_report >= min(_RANK_REPORT_SECONDS, self.profile_interval / 4):
+                self._report(finished=False)
+        # One point a window: never two at one global step.
+        elif now - self.last_profile_log >= self.profile_interval and trainer.global_step > self._step_logged:
+            self._close_window(trainer, pl_module, "interval")
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._running:
+            self._validation = (time.perf_counter(), seconds(process_stats().cumulative(), TOP_LEVEL))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._running:
+            started, before = self._validation
+            inside = seconds(process_stats().cumulative(), TOP_LEVEL) - before
+            _prof_add("drafter.validation", max(0.0, time.perf_counter() - started - inside))
+            self._steps.forget()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.profile_interval and self._tokens:
-            self._close_window(trainer)
+        self._finish(trainer, pl_module, "end")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self.profile_interval and self._tokens:
-            self._close_window(trainer)
+        self._finish(trainer, pl_module, "exception")
 
-    def _close_window(self, trainer: Trainer) -> None:
-        now = time.perf_counter()
-        wall, self.last_profile_log = now - self.last_profile_log, now
-        lanes = {f"rank{trainer.global_rank}": process_stats().window()}
-        data = getattr(trainer, "datamodule", None)
-        source = getattr(data, "source", None)
-        if source is not None:
-            lanes.update({name: stats.window() for name, stats in source.lanes().items()})
-        depth = data.queue_state()[0] if data is not None and hasattr(data, "queue_state") else 0
-        window = Window(wall, lanes, self._tokens * trainer.world_size, depth)
-        self._tokens = 0
-        if not trainer.is_global_zero or trainer.logger is None:
+    # Windows.
+
+    def _finish(self, trainer: Trainer, pl_module: LightningModule, how: str) -> None:
+        """The last window, once."""
+        if not self._running:
             return
-        trainer.logger.log_metrics(window.scalars(), step=trainer.global_step)
+        self._running = False
+        self._undo_spans()
+        if not trainer.is_global_zero:
+            self._report(finished=True)
+            return
+        deadline = time.monotonic() + (_LAST_REPORTS_SECONDS if how == "end" else 0.2)
+        while time.monotonic() < deadline and not all(p.finished for p in self._rank_profiles().values()):
+            time.sleep(0.01)
+        self._close_window(trainer, pl_module, how)
+
+    def _report(self, finished: bool) -> None:
+        """Rank above 0: give the spans to local rank 0."""
+        send = getattr(self._source, "send_profile", None)
+        steps = self._steps.take()
+        if send is not None:
+            since, self._last_report = self._last_report, time.perf_counter()
+            send(process_stats().report(since), steps, finished)
+
+    def _rank_profiles(self) -> dict[int, Any]:
+        found = getattr(self._source, "rank_profiles", None)
+        return found() if found is not None else {}
+
+    def _close_window(self, trainer: Trainer, pl_module: LightningModule, how: str) -> None:
+        now = time.perf_counter()
+        start, wall, self.last_profile_log = self.last_profile_log, now - self.last_profile_log, now
+        own = f"rank{trainer.global_rank}"
+        lanes = {own: with_other(process_stats().window(), wall, self._batches)}
+        if self._source is not None:
+            lanes.update({name: stats.window() for name, stats in self._source.lanes().items()})
+        self._group.add(self._steps.take())
+        for rank, profile in self._rank_profiles().items():
+            lane = profile.stats.window()
+            if lane:
+                lanes[f"rank{rank}"] = lane
+            self._group.add(profile.take_steps())
+        steps, wait, backward = self._group.take()
+        data = getattr(trainer, "datamodule", None)
+        window = Window(
+            number=self._number,
+            start=start - self._began,
+            wall=wall,
+            step=trainer.global_step,
+            lanes=lanes,
+            tokens=self._tokens * trainer.world_size,
+            batches=self._batches * trainer.world_size,
+            queue_depth=data.queue_state()[0] if data is not None and hasattr(data, "queue_state") else 0,
+            settings=_settings(trainer),
+            group_steps=steps,
+            group_wait=wait,
+            group_backward=backward,
+            warm_up=holds_start_up(self._number, wall, lanes),
+            closed_by=how,
+        )
+        self._number += 1
+        self._tokens = self._batches = 0
+        self._step_logged = trainer.global_step
+        self._windows.append(window)
+        self._write(trainer, pl_module, window)
+        _prof_add("drafter.profile", time.perf_counter() - now)
+        self._steps.forget()
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule, window: Window) -> None:
+        append_window(trainer.default_root_dir, window)
+        # A last window without a step (validation, a checkpoint) would be a second point at the one before.
+        if window.batches:
+            trainer.print(console_line(window, getattr(pl_module, "last_logged", {})))
+            if trainer.logger is not None:
+                trainer.logger.log_metrics(window.scalars(), step=window.step)
+        started = time.perf_counter()
+        due = started - self._extras_end >= self._extras_cost / _EXTRAS_SHARE
+        if not due and window.closed_by == "interval":
+            return
+        if self.chrome_trace:
+            write_chrome_trace(Path(trainer.default_root_dir) / TRACE_FILE, self._events(trainer, 0.0))
         if isinstance(trainer.logger, TensorBoardLogger):
-            table = format_table({stage: item for stage, (item, _) in window.merged().items()})
-            trainer.logger.experiment.add_text("profile/table", f"```\n{table}\n```", trainer.global_step)
+            writer = trainer.logger.experiment
+            write_texts(writer, window, _verdict(self._windows))
+            since, until = self._ends[0], self._ends[-1]
+            if until > since:
+                picture = draw_timeline(self._events(trainer, since), since, until)
+                writer.add_image("profile/timeline", picture, window.step, dataformats="HWC")
+            writer.flush()
+        self._extras_end = time.perf_counter()
+        self._extras_cost = self._extras_end - started
+
+    def _events(self, trainer: Trainer, since: float) -> dict[str, list[Event]]:
+        """The newest spans: a lane a producer, this rank's main thread, its loader, and the other ranks."""
+        lanes: dict[str, list[Event]] = {}
+        if self._source is not None:
+            for name, stats in self._source.lanes().items():
+                lanes[name] = [e for found in stats.events(since).values() for e in found]
+        own = f"rank{trainer.global_rank}"
+        for thread, found in process_stats().events(since).items():
+            name = own if thread == threading.current_thread().name else f"{own} loader"
+            lanes.setdefault(name, []).extend(found)
+        for rank, profile in self._rank_profiles().items():
+            lanes[f"rank{rank}"] = [e for found in profile.stats.events(since).values() for e in found]
+        return lanes
+
+
+def _verdict(windows: deque[Window]) -> Verdict | None:
+    try:
+        return judge(windows)
+    except ValueError:  # no target stage in this process (hidden states from a cache, say)
+        return None
+
+
+def _settings(trainer: Trainer) -> Settings:
+    data = getattr(trainer, "datamodule", None)
+    default = Settings()
+    return Settings(
+        producers=len(getattr(data, "target_devices", ())),
+        ranks=trainer.world_size,
+        queue_depth=getattr(data, "queue_depth", default.queue_depth),
+        min_ready=getattr(data, "min_ready", default.min_ready),
+        prefetch=getattr(data, "prefetch", default.prefetch),
+        reuse=getattr(data, "reuse", default.reuse),
+    )
+
+
+def _span_checkpoints(trainer: Trainer) -> Callable[[], None]:
+    """Time every checkpoint that anything saves under `drafter.checkpoint`; returns what undoes it."""
+    save = trainer.save_checkpoint
+
+    def timed(*args: Any, **kwargs: Any) -> None:
+        with process_stats().span("drafter.checkpoint"):
+            save(*args, **kwargs)
+
+    trainer.save_checkpoint = timed
+    return lambda: vars(trainer).pop("save_checkpoint", None)

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 _TOOLS = {
+    "prepare": ("dflash_lightning.prepare", "conversations to rows of token ids and loss mask; shows rows decoded"),
+    "regenerate": ("dflash_lightning.regenerate", "the target answers the prompts of a file itself: on-policy data"),
     "generate": ("dflash_lightning.generate", "decode prompts with a drafter: acceptance length, speed, losslessness"),
+    "export": ("dflash_lightning.export", "write a drafter as a folder that inference engines load"),
+    "profile": ("dflash_lightning.profile_run", "where a run's seconds went, what holds it back, what would help"),
 }
 _LIGHTNING = {"fit": "train a drafter", "validate": "evaluate a checkpoint on the validation data"}
 

@@ -1,203 +1,44 @@
-"""`dflash generate`: decode prompts with a drafter and without, and compare."""
+"""`dflash generate`: decode prompts with one or more drafters and without, and compare."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from dflash_lightning.cli import add_target_argument, existing_file
 from dflash_lightning.drafter.config import target_layer_ids
-from dflash_lightning.drafter.decoding import (
-    Decoded,
-    SamplingOptions,
-    decode_plain,
-    decode_speculative,
-    first_difference,
-)
-from dflash_lightning.drafter.model import DFlashDraftModel
+from dflash_lightning.drafter.decoding import SamplingOptions, resolve_num_speculative_tokens
 from dflash_lightning.drafter.weights import load_drafter
-from dflash_lightning.target.decode import TargetDecoder
-from dflash_lightning.target.loading import FrozenHead, load_model
-from dflash_lightning.target.resolve import load_tokenizer
+from dflash_lightning.prompts import Prompt, read_prompts
+from dflash_lightning.speculative import Report, SpeculativeDecoder
+
+__all__ = ["Report", "SpeculativeDecoder", "main", "print_report", "read_prompts"]
 
 
-@dataclass
-class PromptResult:
-    """One prompt decoded both ways."""
-
-    prompt: str
-    text: str
-    tokens: int
-    acceptance_length: float
-    forwards: int
-    seconds: float
-    seconds_plain: float
-    lossless: bool | None  # None when sampling: two random outputs need not be equal
-    difference: str = ""
-
-
-@dataclass
-class Report:
-    """All prompts together. Speeds in tokens per second; `acceptance_length` is the mean over all target forwards."""
-
-    acceptance_length: float
-    acceptance_by_slot: list[float]
-    tokens_per_second: float
-    tokens_per_second_plain: float
-    lossless: bool | None
-    prompts: list[PromptResult] = field(default_factory=list)
-
-    @property
-    def speedup(self) -> float:
-        return self.tokens_per_second / self.tokens_per_second_plain if self.tokens_per_second_plain else 0.0
-
-
-class SpeculativeDecoder:
-    """A target and its embedding and LM head, ready to decode with any drafter that reads the same layers.
-
-    Args:
-        target: the target model.
-        layer_ids: target layers that the drafters read.
-        dtype: dtype of target and drafter; float32 makes greedy outputs comparable.
-        device: where both run.
-    """
-
-    def __init__(
-        self,
-        target: str,
-        layer_ids: Sequence[int],
-        *,
-        dtype: torch.dtype | str = "float32",
-        device: str = "cpu",
-        trust_remote_code: bool = False,
-    ) -> None:
-        model = load_model(target, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-        self.tokenizer: Any = load_tokenizer(target, trust_remote_code)
-        self.layer_ids = tuple(layer_ids)
-        self.target = TargetDecoder(model, layer_ids)
-        self.head = FrozenHead.of(model)
-        stop: Any = model.generation_config.eos_token_id if model.generation_config is not None else None
-        stop = self.tokenizer.eos_token_id if stop is None else stop
-        self.stop_ids = frozenset([stop] if isinstance(stop, int) else stop or ())
-        self._plain: dict[tuple[int, ...], Decoded] = {}
-
-    def lm_head(self, hidden_KH: torch.Tensor) -> torch.Tensor:
-        """The target's logits [K, V] of final-normed states."""
-        logits_KV = self.head.lm_head(hidden_KH)
-        if (cap := self.head.logit_softcap) is not None:
-            logits_KV = torch.tanh(logits_KV / cap) * cap
-        return logits_KV
-
-    def encode(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Prompt ids, the generation prompt included."""
-        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def compare(
-        self,
-        drafter: DFlashDraftModel,
-        conversations: Sequence[list[dict[str, Any]]],
-        options: SamplingOptions,
-        *,
-        seed: int = 0,
-        progress: bool = True,
-    ) -> Report:
-        """Decode every prompt with the target alone and with `drafter`."""
-        if tuple(target_layer_ids(drafter.config)) != self.layer_ids:
-            raise ValueError(f"the drafter reads layers {target_layer_ids(drafter.config)}, not {list(self.layer_ids)}")
-        drafter = drafter.to(device=self.target.device, dtype=self.head.weight.dtype).eval()
-        greedy = options.temperature == 0.0
-        results, gained, slots = [], [], [0] * drafter.config.block_size
-        for messages in tqdm(conversations, desc="decode", disable=not progress, leave=False):
-            prompt = self.encode(messages)
-            plain = self._plain_once(prompt, options, seed)
-            generator = None if greedy else torch.Generator(self.target.device).manual_seed(seed)
-            drafted = decode_speculative(
-                self.target, drafter, self.head.embedding, self.lm_head, prompt, options, generator
-            )
-            difference = first_difference(plain, drafted) if greedy else None
-            gained += drafted.gained
-            for count in drafted.gained:
-                for slot in range(1, count):
-                    slots[slot] += 1
-            results.append(
-                PromptResult(
-                    prompt=str(messages[-1]["content"]),
-                    text=self.tokenizer.decode(drafted.tokens, skip_special_tokens=True),
-                    tokens=len(drafted.tokens),
-                    acceptance_length=drafted.acceptance_length,
-                    forwards=len(drafted.gained),
-                    seconds=drafted.seconds,
-                    seconds_plain=plain.seconds,
-                    lossless=(difference is None) if greedy else None,
-                    difference="" if difference is None else "token {} at a logit gap of {:.2g}".format(*difference),
-                )
-            )
-        plain_tokens = sum(len(self._plain_once(self.encode(m), options, seed).tokens) for m in conversations)
-        return Report(
-            acceptance_length=sum(gained) / max(len(gained), 1),
-            acceptance_by_slot=[count / max(len(gained), 1) for count in slots[1:]],
-            tokens_per_second=sum(r.tokens for r in results) / max(sum(r.seconds for r in results), 1e-9),
-            tokens_per_second_plain=plain_tokens / max(sum(r.seconds_plain for r in results), 1e-9),
-            lossless=all(r.lossless for r in results) if greedy else None,
-            prompts=results,
-        )
-
-    def _plain_once(self, prompt: list[int], options: SamplingOptions, seed: int) -> Decoded:
-        # Several drafters are compared against one decoding of the target.
-        key = (*prompt, options.max_new_tokens, int(options.temperature * 1e6))
-        if key not in self._plain:
-            generator = None if options.temperature == 0.0 else torch.Generator(self.target.device).manual_seed(seed)
-            self._plain[key] = decode_plain(self.target, prompt, options, generator)
-        return self._plain[key]
-
-
-def read_prompts(file: Path) -> list[list[dict[str, Any]]]:
-    """Conversations up to their last user turn, from JSONL (`messages` or `prompt`) or from plain lines of text."""
-    conversations = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        if not line.lstrip().startswith("{"):
-            conversations.append([{"role": "user", "content": line.strip()}])
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--prompts {file}, line {number}: not JSON: {error}") from None
-        messages = record.get("messages") or record.get("conversations")
-        if messages is None and isinstance(record.get("prompt"), str):
-            messages = [{"role": "user", "content": record["prompt"]}]
-        if not messages or not all(isinstance(m, dict) and "role" in m and "content" in m for m in messages):
-            raise ValueError(f"--prompts {file}, line {number}: needs `messages` (role, content) or `prompt`")
-        while messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
-        if not messages:
-            raise ValueError(f"--prompts {file}, line {number}: no user turn")
-        conversations.append(messages)
-    if not conversations:
-        raise ValueError(f"--prompts {file}: the file is empty")
-    return conversations
-
-
-def print_report(report: Report) -> None:
-    """A table of the prompts and the figures below it."""
+def print_report(report: Report, title: str = "speculative decoding") -> None:
+    """A table of the prompts, one of their groups, and the figures below."""
     console = Console()
-    table = Table("prompt", "tokens", "tau", "speed-up", "output", title="speculative decoding", title_justify="left")
+    table = Table("prompt", "tokens", "tau", "speed-up", "output", title=title, title_justify="left")
     for r in report.prompts:
         output = {None: "sampled", True: "= target", False: f"differs: {r.difference}"}[r.lossless]
         speed = f"{r.seconds_plain / r.seconds:.2f}x" if r.seconds else "-"
         table.add_row(r.prompt[:60], str(r.tokens), f"{r.acceptance_length:.2f}", speed, output)
     console.print(table)
+    if len(report.groups) > 1:
+        table = Table("group", "prompts", "tau", "tokens/s", "without", "speed-up")
+        for name, g in report.groups.items():
+            speeds = (g.tokens_per_second, g.tokens_per_second_plain)
+            shown = [f"{speed:.1f}" for speed in speeds]
+            table.add_row(
+                name, str(g.prompts), f"{g.acceptance_length:.3f}", *shown, f"{speeds[0] / max(speeds[1], 1e-9):.2f}x"
+            )
+        console.print(table)
     by_slot = " ".join(f"{share:.2f}" for share in report.acceptance_by_slot)
     console.print(f"acceptance length (tau)  {report.acceptance_length:.3f} tokens per target forward")
     console.print(f"accepted by slot         {by_slot}")
@@ -210,36 +51,94 @@ def print_report(report: Report) -> None:
         console.print(f"greedy output            {verdict}")
 
 
+def print_comparison(reports: dict[str, Report]) -> None:
+    """Tau, speed and acceptance by slot of several drafters, and tau by group."""
+    console = Console()
+    slots = max(len(r.acceptance_by_slot) for r in reports.values())
+    headings = ["drafter", "tau", "tokens/s", "speed-up", "output", *(f"slot {k}" for k in range(1, slots + 1))]
+    table = Table(*headings, title="drafters", title_justify="left")
+    for name, r in reports.items():
+        output = {None: "sampled", True: "= target", False: "DIFFERS"}[r.lossless]
+        cells = [f"{r.acceptance_length:.3f}", f"{r.tokens_per_second:.1f}", f"{r.speedup:.2f}x", output]
+        table.add_row(name, *cells, *(f"{share:.2f}" for share in r.acceptance_by_slot))
+    console.print(table)
+    groups = list(next(iter(reports.values())).groups)
+    if len(groups) > 1:
+        table = Table("tau by group", *groups)
+        for name, r in reports.items():
+            table.add_row(name, *(f"{r.groups[group].acceptance_length:.3f}" for group in groups))
+        console.print(table)
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    return asdict(report) | {"speedup": report.speedup}
+
+
 def main(argv: list[str]) -> int:
     """Run `dflash generate`; exit code 1 when greedy output is not lossless."""
     parser = argparse.ArgumentParser(prog="dflash generate", description=__doc__)
     add_target_argument(parser)
-    parser.add_argument("--drafter", required=True, help="folder with config.json and safetensors, or a checkpoint")
-    parser.add_argument("--prompts", required=True, help="JSONL with `messages` or `prompt`, or plain lines")
+    parser.add_argument("--drafter", required=True, help="folder (hf or speculators layout) or checkpoint")
+    parser.add_argument("--compare", nargs="+", default=[], metavar="DRAFTER", help="further drafters to compare with")
+    parser.add_argument("--prompts", nargs="+", default=[], help="JSONL with `messages` or `prompt`, or plain lines")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt given here; repeatable")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="most tokens to decode a prompt (256)")
+    parser.add_argument(
+        "--num-speculative-tokens", type=int, default=None, help="tokens to draft a forward (block size - 1)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily (default)")
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling")
     parser.add_argument("--dtype", default="float32", help="dtype of target and drafter (float32)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
     args = parser.parse_args(argv)
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens={args.max_new_tokens}: at least 1")
     if args.temperature < 0:
         raise ValueError(f"--temperature={args.temperature}: not negative")
-    conversations = read_prompts(existing_file("--prompts", args.prompts))
-    drafter = load_drafter(args.drafter)
+    prompts = read_prompts([existing_file("--prompts", f) for f in args.prompts])
+    prompts += [
+        Prompt([{"role": "user", "content": text}], "prompt" if args.prompts else "all") for text in args.prompt
+    ]
+    if not prompts:
+        raise ValueError("--prompts: give a file, or --prompt TEXT")
+    names = [args.drafter, *args.compare]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--compare {' '.join(args.compare)}: a drafter is named twice")
+    drafters = {name: load_drafter(name) for name in names}
+    for drafter in drafters.values():
+        resolve_num_speculative_tokens(drafter.config.block_size, args.num_speculative_tokens)
+
     decoder = SpeculativeDecoder(
         args.target,
-        target_layer_ids(drafter.config),
+        target_layer_ids(drafters[args.drafter].config),
         dtype=args.dtype,
         device=args.device,
         trust_remote_code=args.trust_remote_code,
     )
+    for drafter in drafters.values():
+        decoder.target_for(drafter.config)
     options = SamplingOptions(args.max_new_tokens, args.temperature, decoder.stop_ids)
-    report = decoder.compare(drafter, conversations, options, seed=args.seed, progress=not args.json)
+    reports = {
+        name: decoder.compare(
+            drafter,
+            prompts,
+            options,
+            seed=args.seed,
+            progress=not args.json,
+            num_speculative_tokens=args.num_speculative_tokens,
+        )
+        for name, drafter in drafters.items()
+    }
+    first = reports[args.drafter]
     if args.json:
-        print(json.dumps(asdict(report) | {"speedup": report.speedup}))
+        shown = _as_json(first)
+        if args.compare:
+            shown["drafters"] = {name: _as_json(report) for name, report in reports.items()}
+        print(json.dumps(shown))
     else:
-        print_report(report)
-    return 1 if report.lossless is False else 0
+        for name, report in reports.items():
+            print_report(report, "speculative decoding" if len(reports) == 1 else name)
+        if args.compare:
+            print_comparison(reports)
+    return 1 if any(report.lossless is False for report in reports.values()) else 0

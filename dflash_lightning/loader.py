@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +117,8 @@ class _LoaderIterator(Iterator[HiddenStateBatch]):
             raise StopIteration
         if self._thread is None:
             self._begin()
-        with span("drafter.queue_wait"):
+        # Validation waits for its first batch by design; that wait must not look like a starved drafter.
+        with span("drafter.queue_wait") if self._loader.config.name == "train" else nullcontext():
             item = self._wait()
         if isinstance(item, BaseException):
             self._done = True

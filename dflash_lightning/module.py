@@ -6,7 +6,8 @@ Shapes: T packed tokens, N anchors, K slots a block, H hidden size.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -17,8 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dflash_lightning.batch import BatchSpec, HiddenStateBatch
+from dflash_lightning.drafter.attention import attention_mask, resolve_backend
 from dflash_lightning.drafter.config import build_draft_config, target_layer_ids
-from dflash_lightning.drafter.layout import make_block_layout
+from dflash_lightning.drafter.layout import BlockLayout, make_block_layout
 from dflash_lightning.drafter.metrics import DrafterMetrics
 from dflash_lightning.drafter.model import DFlashDraftModel
 from dflash_lightning.drafter.objective import LMHead, LossOutput, Objective
@@ -215,14 +217,22 @@ class DFlashModule(LightningModule):
         # Under autocast the residual stream has the low precision's dtype: half the memory, and no casts on the way.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.drafter.fc.weight.dtype
         embeddings_NKH = frozen.embedding(block_ids_NK).to(dtype)
+        self._make_masks(layout)
         with span("dflash.layers"):
             states_NKH = self.drafter(embeddings_NKH, hidden_TF, layout, attention=self.attention)
         with span("dflash.loss"):
             head = LMHead(frozen.weight, frozen.bias, softcap=frozen.logit_softcap, final_norm=frozen.final_norm)
             return self.objective(states_NKH, batch, head)
 
+    def _make_masks(self, layout: BlockLayout) -> None:
+        """Make the attention masks here instead of inside the drafter, so that each kind has a span of its own."""
+        backend = resolve_backend(self.attention, layout.anchors.device)
+        for window, causal_block in self.drafter.mask_kinds():
+            with span("dflash.create_block_mask_full" if window is None else "dflash.create_block_mask_swa"):
+                attention_mask(layout, window, causal_block, backend)
+
     def training_step(self, batch: HiddenStateBatch, batch_idx: int) -> Tensor:
-        with span("drafter.forward"):
+        with self._span("drafter.forward"):
             hidden_TF = batch.hidden_states
             if self.noise is not None:
                 hidden_TF = self.noise.apply(hidden_TF, self.global_step, self._total_steps, batch.step_seed)
@@ -240,7 +250,7 @@ class DFlashModule(LightningModule):
         self.val_metrics.update(out.numerator, out.denominator, out.correct, batch.label_mask)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        with span("drafter.backward"):
+        with self._span("drafter.backward"):
             super().backward(loss, *args, **kwargs)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -287,10 +297,10 @@ class DFlashModule(LightningModule):
         interval = max(1, getattr(self.trainer, "log_every_n_steps", 1) or 1)
         if self._window_denominator is not None or self.global_step % interval:
             return
-        with span("drafter.metrics_sync"):
+        with self._span("drafter.metrics_sync"):
             values = _to_floats(self.train_metrics.compute())
             self.train_metrics.reset()
-        with span("drafter.grad_norm_sync"):
+        with self._span("drafter.grad_norm_sync"):
             # sync: one number an interval; it is ready long before the metrics above are.
             norm = 0.0 if self._grad_norm is None else float(self._grad_norm)
         scalars = {f"train/{name}": value for name, value in values.items()}
@@ -309,6 +319,13 @@ class DFlashModule(LightningModule):
         for name in ("val/loss", "val/accuracy", "val/acceptance_length"):
             # The logger has them already, on our axis; this is for ModelCheckpoint(monitor=...).
             self.log(name, scalars[name], logger=False)
+
+    @contextmanager
+    def _span(self, stage: str) -> Iterator[None]:
+        """A span of the main thread, which the trainer's own profiler receives too."""
+        trainer: Any = self.trainer
+        with trainer.profiler.profile(f"[dflash]{stage}"), span(stage):
+            yield
 
     def _write(self, scalars: dict[str, float]) -> None:
         self.last_logged.update(scalars)

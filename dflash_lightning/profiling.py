@@ -1,16 +1,20 @@
 """Stage timings of one process: `span`, `_prof_add` and the ProfileStats behind them.
 
-Every thread adds to a table of its own, so the hot path takes no lock; readers merge the tables. A stage keeps count,
-total and maximum: memory does not grow with the number of spans.
+The hot path appends one record to a short list of the calling thread and takes no lock. Full lists are folded into the
+stage table (count, total, maximum, histogram) under a lock, by their thread or by a reader: memory does not grow with
+the number of spans. The newest records stay at hand for the timeline.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
 
 STAGES = (
     "target.load_batch",
@@ -32,34 +36,79 @@ STAGES = (
     "dflash.loss",
 )
 
+# Records that a thread collects before they are folded: 0.1 us a span for folding, 60 KB a thread.
+_FOLD_AT = 512
+# A histogram bucket is 4.4 % wide; it counts from 1 ns.
+BUCKETS_PER_OCTAVE = 16
+_SMALLEST = 1e-9
+
+Event = tuple[str, float, float]  # stage, seconds, end on the `perf_counter` clock (one for all processes of a machine)
+
 
 @dataclass(frozen=True)
 class StageTotal:
-    """Sum over the spans of one stage. Times in seconds."""
+    """Sum over the spans of one stage. Times in seconds; `histogram`: bucket -> spans, a bucket 1/16 octave."""
 
     count: int
     total: float
     max: float
+    histogram: Mapping[int, int] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def mean(self) -> float:
         return self.total / self.count if self.count else 0.0
 
+    def quantile(self, q: float) -> float:
+        """The q-quantile, exact to half a bucket (2.2 %); without a histogram the mean."""
+        wanted = q * sum(self.histogram.values())
+        for bucket in sorted(self.histogram):
+            wanted -= self.histogram[bucket]
+            if wanted <= 0:
+                return min(bucket_seconds(bucket), self.max)
+        return self.mean
+
+    @property
+    def p50(self) -> float:
+        return self.quantile(0.5)
+
+    @property
+    def p95(self) -> float:
+        return self.quantile(0.95)
+
+    def __add__(self, other: StageTotal) -> StageTotal:
+        histogram = dict(self.histogram)
+        for bucket, count in other.histogram.items():
+            histogram[bucket] = histogram.get(bucket, 0) + count
+        return StageTotal(self.count + other.count, self.total + other.total, max(self.max, other.max), histogram)
+
+    def to_json(self) -> list[Any]:
+        return [self.count, self.total, self.max, [list(pair) for pair in sorted(self.histogram.items())]]
+
+    @classmethod
+    def from_json(cls, data: list[Any]) -> StageTotal:
+        return cls(int(data[0]), float(data[1]), float(data[2]), {int(b): int(n) for b, n in data[3]})
+
+
+def bucket_seconds(bucket: int) -> float:
+    """The middle of a histogram bucket."""
+    return _SMALLEST * 2 ** ((bucket + 0.5) / BUCKETS_PER_OCTAVE)
+
 
 class _Span:
-    """Times its `with` block and adds it to the calling thread's table."""
+    """Times its `with` block and records it for the calling thread."""
 
-    __slots__ = ("add", "stage", "start")
+    __slots__ = ("record", "stage", "start")
 
-    def __init__(self, add: Callable[[str, float], None], stage: str) -> None:
-        self.add = add
+    def __init__(self, record: Callable[[str, float, float], None], stage: str) -> None:
+        self.record = record
         self.stage = stage
 
     def __enter__(self) -> None:
-        self.start = time.perf_counter()
+        self.start = perf_counter()
 
     def __exit__(self, *exc: object) -> None:
-        self.add(self.stage, time.perf_counter() - self.start)
+        end = perf_counter()
+        self.record(self.stage, end - self.start, end)
 
 
 class _NoSpan:
@@ -75,8 +124,29 @@ class _NoSpan:
 _NO_SPAN = _NoSpan()
 
 
-# Stage -> [count, total, maximum of the window, maximum], written by one thread only.
-_Table = dict[str, list[float]]
+class _ThreadRecords:
+    """What one thread has recorded: `records[folded:]` is not in the table yet. Only the thread itself appends."""
+
+    __slots__ = ("before", "folded", "older", "records", "thread")
+
+    def __init__(self) -> None:
+        self.thread = threading.current_thread()
+        self.records: list[Event] = []
+        self.older: list[Event] = []  # the list before, for the timeline
+        self.before = 0  # records in earlier lists
+        self.folded = 0
+
+
+class _Entry:
+    """One stage's row of the table."""
+
+    __slots__ = ("count", "histogram", "max", "seen_count", "seen_histogram", "seen_total", "total", "window_max")
+
+    def __init__(self) -> None:
+        self.count, self.total, self.max, self.window_max = 0, 0.0, 0.0, 0.0
+        self.histogram: Counter[int] = Counter()
+        self.seen_count, self.seen_total = 0, 0.0
+        self.seen_histogram: dict[int, int] = {}
 
 
 class ProfileStats:
@@ -89,101 +159,144 @@ class ProfileStats:
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
         self._local = threading.local()
-        self._tables: list[_Table] = []
-        self._reader_lock = threading.Lock()
-        self._seen: dict[str, tuple[int, float]] = {}
+        self._threads: list[_ThreadRecords] = []
+        self._table: dict[str, _Entry] = {}
+        self._absorbed: list[Event] = []
+        self._lock = threading.Lock()
 
-    def _table(self) -> _Table:
-        table: _Table = {}
-        with self._reader_lock:
-            self._tables.append(table)
-        self._local.table = table
-        return table
+    # Writing.
 
     def add(self, stage: str, seconds: float) -> None:
-        """Add one span of `seconds` to `stage`."""
-        if not self.enabled:
-            return
-        try:
-            table = self._local.table
-        except AttributeError:
-            table = self._table()
-        entry = table.get(stage)
-        if entry is None:
-            # Built first, stored last: a reader in another thread sees all of it or nothing.
-            table[stage] = [1, seconds, seconds, seconds]
-            return
-        entry[0] += 1
-        entry[1] += seconds
-        if seconds > entry[2]:
-            entry[2] = seconds
-        if seconds > entry[3]:
-            entry[3] = seconds
+        """Add one span of `seconds` that ends now to `stage`."""
+        if self.enabled:
+            self.record(stage, seconds, perf_counter())
 
     def span(self, stage: str) -> AbstractContextManager[None]:
         """Context manager that times its block under `stage`."""
-        return _Span(self.add, stage) if self.enabled else _NO_SPAN
+        return _Span(self.record, stage) if self.enabled else _NO_SPAN
+
+    def record(self, stage: str, seconds: float, end: float) -> None:
+        """Add one span that ended at `end` (`perf_counter`), whether enabled or not."""
+        try:
+            mine = self._local.mine
+        except AttributeError:
+            mine = self._local.mine = _ThreadRecords()
+            with self._lock:
+                self._threads.append(mine)
+        records = mine.records
+        records.append((stage, seconds, end))
+        if len(records) >= _FOLD_AT:
+            with self._lock:
+                self._fold(mine)
+                mine.before += len(records)
+                mine.older, mine.records, mine.folded = records, [], 0
+
+    def _fold(self, mine: _ThreadRecords) -> None:
+        """Bring a thread's new records into the table. Under the lock."""
+        fresh = mine.records[mine.folded :]
+        mine.folded += len(fresh)
+        groups: defaultdict[str, list[float]] = defaultdict(list)
+        for stage, seconds, _ in fresh:
+            groups[stage].append(seconds)
+        log2 = math.log2
+        for stage, values in groups.items():
+            entry = self._table.get(stage)
+            if entry is None:
+                entry = self._table[stage] = _Entry()
+            entry.count += len(values)
+            entry.total = sum(values, entry.total)
+            entry.window_max = max(entry.window_max, max(values))
+            entry.max = max(entry.max, entry.window_max)
+            entry.histogram.update([int(log2(v * 1e9) * BUCKETS_PER_OCTAVE) if v > _SMALLEST else 0 for v in values])
+
+    def _fold_all(self) -> None:
+        for mine in self._threads:
+            self._fold(mine)
+        # A thread that has ended appends nothing more.
+        self._threads = [m for m in self._threads if m.thread.is_alive() or m.folded < len(m.records)]
+
+    # Reading.
 
     def cumulative(self) -> dict[str, StageTotal]:
         """Every stage since the start, over all threads."""
-        with self._reader_lock:
-            tables = list(self._tables)
-        merged: dict[str, StageTotal] = {}
-        for table in tables:
-            for stage, (count, total, _, maximum) in list(table.items()):
-                merged[stage] = _plus(merged.get(stage), int(count), total, maximum)
-        return merged
+        with self._lock:
+            self._fold_all()
+            return {s: StageTotal(e.count, e.total, e.max, dict(e.histogram)) for s, e in self._table.items()}
 
     def window(self) -> dict[str, StageTotal]:
         """Every stage that ended a span since the last call of `window`, over all threads."""
         result: dict[str, StageTotal] = {}
-        with self._reader_lock:
-            window_max: dict[str, float] = {}
-            for table in self._tables:
-                for stage, entry in list(table.items()):
-                    window_max[stage] = max(window_max.get(stage, 0.0), entry[2])
-                    entry[2] = 0.0  # a span that ends in this very instant may lose its maximum, never its time
-        for stage, now in self.cumulative().items():
-            count, total = self._seen.get(stage, (0, 0.0))
-            if now.count > count:
-                result[stage] = StageTotal(now.count - count, now.total - total, window_max.get(stage, 0.0))
-            self._seen[stage] = (now.count, now.total)
+        with self._lock:
+            self._fold_all()
+            for stage, e in self._table.items():
+                if e.count == e.seen_count:
+                    continue
+                seen = e.seen_histogram
+                histogram = {b: n - seen.get(b, 0) for b, n in e.histogram.items() if n != seen.get(b, 0)}
+                result[stage] = StageTotal(e.count - e.seen_count, e.total - e.seen_total, e.window_max, histogram)
+                e.seen_count, e.seen_total, e.seen_histogram, e.window_max = e.count, e.total, dict(e.histogram), 0.0
         return result
+
+    def events(self, since: float = 0.0) -> dict[str, list[Event]]:
+        """The newest spans (at least 512 where a thread has so many) that ended after `since`, by thread name."""
+        with self._lock:
+            lists = [(m.thread.name, [*m.older, *m.records]) for m in self._threads]
+            lists.append(("", list(self._absorbed)))
+        found: dict[str, list[Event]] = {}
+        for name, events in lists:
+            kept = [e for e in events if e[2] > since]
+            if kept:
+                found.setdefault(name, []).extend(kept)
+        return found
+
+    def own_events(self, mark: int) -> tuple[list[Event], int]:
+        """Spans of the calling thread after `mark` (at most the last 512), and the next mark. No lock."""
+        mine = getattr(self._local, "mine", None)
+        if mine is None:
+            return [], mark
+        first = mark - mine.before
+        fresh = mine.records[first:] if first >= 0 else [*mine.older[first:], *mine.records]
+        return fresh, mine.before + len(mine.records)
+
+    # Between instances and processes.
 
     def merge(self, other: ProfileStats | Mapping[str, StageTotal]) -> None:
         """Add another instance's cumulative values, or a table of totals (a producer's, say), to this one."""
         totals = other.cumulative() if isinstance(other, ProfileStats) else other
         if not self.enabled:
             return
-        try:
-            table = self._local.table
-        except AttributeError:
-            table = self._table()
-        for stage, item in totals.items():
-            entry = table.setdefault(stage, [0, 0.0, 0.0, 0.0])
-            entry[0] += item.count
-            entry[1] += item.total
-            entry[2] = max(entry[2], item.max)
-            entry[3] = max(entry[3], item.max)
+        with self._lock:
+            for stage, item in totals.items():
+                entry = self._table.setdefault(stage, _Entry())
+                entry.count += item.count
+                entry.total += item.total
+                entry.max = max(entry.max, item.max)
+                entry.window_max = max(entry.window_max, item.max)
+                entry.histogram.update(item.histogram)
+
+    def report(self, since: float) -> dict[str, Any]:
+        """What another process `absorb`s, plain JSON: the window since the last call, and spans ended after `since`."""
+        events = [e for found in self.events(since).values() for e in found]
+        return {"totals": {s: t.to_json() for s, t in self.window().items()}, "events": events[-_FOLD_AT:]}
+
+    def absorb(self, report: Mapping[str, Any]) -> None:
+        """Add another process's report."""
+        self.merge({s: StageTotal.from_json(t) for s, t in report["totals"].items()})
+        events = [(str(s), float(seconds), float(end)) for s, seconds, end in report["events"]]
+        with self._lock:
+            self._absorbed = [*self._absorbed, *events][-_FOLD_AT:]
 
     def print(self) -> None:
         """Print the cumulative table, longest stage first. Milliseconds a span, seconds in total."""
         print(format_table(self.cumulative()))
 
 
-def _plus(item: StageTotal | None, count: int, total: float, maximum: float) -> StageTotal:
-    if item is None:
-        return StageTotal(count, total, maximum)
-    return StageTotal(item.count + count, item.total + total, max(item.max, maximum))
-
-
 def format_table(totals: Mapping[str, StageTotal]) -> str:
     """A text table of stage totals, longest stage first."""
-    lines = [f"{'stage':<32} {'count':>8} {'mean ms':>10} {'max ms':>10} {'total s':>10}"]
+    lines = [f"{'stage':<32} {'count':>8} {'mean ms':>10} {'p50 ms':>10} {'p95 ms':>10} {'max ms':>10} {'total s':>10}"]
     for stage, item in sorted(totals.items(), key=lambda pair: -pair[1].total):
-        lines.append(
-            f"{stage:<32} {item.count:>8} {item.mean * 1e3:>10.2f} {item.max * 1e3:>10.2f} {item.total:>10.2f}"
-        )
+        times = " ".join(f"{seconds * 1e3:>10.2f}" for seconds in (item.mean, item.p50, item.p95, item.max))
+        lines.append(f"{stage:<32} {item.count:>8} {times} {item.total:>10.2f}")
     return "\n".join(lines)
 
 

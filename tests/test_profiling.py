@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import tracemalloc
 
 from dflash_lightning.profiling import ProfileStats, StageTotal
 
@@ -69,3 +71,67 @@ def test_disabled_is_a_no_op() -> None:
     stats.merge({"s": StageTotal(1, 1.0, 1.0)})
     assert stats.cumulative() == {}
     assert stats.window() == {}
+
+
+def test_quantiles_are_exact_to_half_a_bucket_in_both_views() -> None:
+    stats = ProfileStats()
+    for i in range(1, 2001):
+        stats.add("s", i * 1e-3)
+    window = stats.window()["s"]
+    assert abs(window.p50 / 1.0 - 1) < 0.03
+    assert abs(window.p95 / 1.9 - 1) < 0.03
+    for _ in range(600):
+        stats.add("s", 1e-4)
+    assert abs(stats.window()["s"].p95 / 1e-4 - 1) < 0.03, "the window's own spans only"
+    assert stats.cumulative()["s"].p95 > 1.0
+
+
+def test_memory_is_flat_over_many_spans_and_threads() -> None:
+    stats = ProfileStats()
+
+    def work(spans: int) -> None:
+        for i in range(spans):
+            stats.add(f"stage{i % 10}", 1e-5 * (1 + i % 100))
+
+    def in_threads(count: int) -> None:
+        for _ in range(count):
+            thread = threading.Thread(target=work, args=(3000,))
+            thread.start()
+            thread.join()
+            stats.window()
+
+    tracemalloc.start()
+    work(5000)
+    in_threads(2)
+    before = tracemalloc.get_traced_memory()[0]
+    work(20_000)
+    in_threads(10)
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 200_000
+    assert sum(t.count for t in stats.cumulative().values()) == 61_000
+
+
+def test_a_report_carries_everything_to_another_process() -> None:
+    here, there = ProfileStats(), ProfileStats()
+    for seconds in (0.1, 0.2, 0.4):
+        here.add("s", seconds)
+    there.absorb(json.loads(json.dumps(here.report(since=0.0))))
+    here.add("s", 0.8)
+    there.absorb(json.loads(json.dumps(here.report(since=0.0))))
+    assert there.cumulative()["s"] == here.cumulative()["s"]
+    assert there.cumulative()["s"].histogram == here.cumulative()["s"].histogram
+    assert there.window()["s"].count == 4
+    assert there.events()
+
+
+def test_a_thread_reads_its_own_new_spans() -> None:
+    stats = ProfileStats()
+    _, mark = stats.own_events(0)
+    seen = []
+    for i in range(1200):
+        stats.add("s", float(i))
+        if i % 7 == 0:
+            events, mark = stats.own_events(mark)
+            seen += [seconds for _, seconds, _ in events]
+    assert seen == [float(i) for i in range(1198)]

@@ -96,11 +96,14 @@ def decode_speculative(
     prompt: Sequence[int],
     options: SamplingOptions,
     generator: torch.Generator | None = None,
+    num_speculative_tokens: int | None = None,
 ) -> Decoded:
     """Decode with drafted blocks; the distribution of the result is the target's own.
 
     Args:
         embed, lm_head: the target's embedding [K] -> [K, H] and LM head [K, H] -> [K, V].
+        num_speculative_tokens: tokens to draft a forward, at most K - 1 (the default); a shorter block is drafted, as
+            engines do.
 
     Greedy: a draft token stands while it equals the target's choice. Sampling: draft token d stands with probability
     min(1, p(d) / q(d)), else the token is drawn from max(p - q, 0) (Leviathan et al., arXiv 2211.17192, section 2.3).
@@ -108,7 +111,7 @@ def decode_speculative(
     started = time.perf_counter()
     target.reset()
     device = next(drafter.parameters()).device
-    num_drafted = drafter.config.block_size - 1
+    num_drafted = resolve_num_speculative_tokens(drafter.config.block_size, num_speculative_tokens)
     masks = [mask_token_id(drafter.config)] * num_drafted
 
     logits_1V, hidden_SF = target.step(prompt, last_only=True)
@@ -138,6 +141,17 @@ def decode_speculative(
         gained.append(len(new))
         tokens += new
     return Decoded(tokens[: options.max_new_tokens], time.perf_counter() - started, gained)
+
+
+def resolve_num_speculative_tokens(block_size: int, given: int | None) -> int:
+    """Tokens to draft a forward. Raises ValueError unless 1 <= `given` <= block_size - 1."""
+    if given is None:
+        return block_size - 1
+    if not 1 <= given < block_size:
+        raise ValueError(
+            f"num_speculative_tokens={given}: the drafter's block_size={block_size} drafts 1 to {block_size - 1} tokens"
+        )
+    return given
 
 
 def _draw(probs_SV: Tensor, generator: torch.Generator | None) -> list[int]:

@@ -17,10 +17,10 @@ from typing import Any
 from dflash_lightning.producer.process import WorkerDiedError, WorkerFailedError, WorkerProcess
 from dflash_lightning.producer.produce import ProducerConfig
 from dflash_lightning.producer.queue import Job, SlotQueue, StreamState
-from dflash_lightning.producer.ranks import RankServer
+from dflash_lightning.producer.ranks import RankProfile, RankServer
 from dflash_lightning.producer.slots import SlotMemory
 from dflash_lightning.producer.source import Entry, ProducedBatch, ProducerError, Stream
-from dflash_lightning.profiling import ProfileStats, StageTotal
+from dflash_lightning.profiling import ProfileStats
 
 # Batches a worker holds: the running one and the next, so that it never waits for an answer between two.
 _BATCHES_PER_WORKER = 2
@@ -103,6 +103,11 @@ class ProducerPool:
 
     def lanes(self) -> dict[str, ProfileStats]:
         return {f"producer{i}": worker.stats for i, worker in enumerate(self.workers)}
+
+    def rank_profiles(self) -> dict[int, RankProfile]:
+        """What the node's other ranks have reported, by global rank; all of them, also before their first report."""
+        server = self.server
+        return {r: server.profiles.setdefault(r, RankProfile()) for r in self._ranks[1:]} if server is not None else {}
 
     def release(self, name: str, slot: int) -> None:
         with self._condition:
@@ -204,7 +209,8 @@ class ProducerPool:
             return
         job: Job = next(j for j in worker.held if j.slot == message["slot"])
         worker.held.remove(job)
-        worker.stats.merge({s: StageTotal(*values) for s, values in message["spans"].items()})
+        if message["spans"] is not None:
+            worker.stats.absorb(message["spans"])
         if message["op"] == "failed":
             job.attempts += 1
             if job.attempts > 1:

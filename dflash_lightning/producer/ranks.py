@@ -13,6 +13,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +28,25 @@ _CONNECT_SECONDS = 60.0
 _POLL_SECONDS = 0.5
 # What a rank gets to end by itself (its collective fails, say) when the pool's process is gone.
 _GRACE_SECONDS = 5.0
+_STEPS_KEPT = 10_000  # a rank's steps between two profile windows
+
+
+class RankProfile:
+    """The spans that one rank has reported, and its wait and backward time of each step since they were last taken."""
+
+    def __init__(self) -> None:
+        self.stats = ProfileStats()
+        self.finished = False
+        self._steps: deque[list[float]] = deque(maxlen=_STEPS_KEPT)
+
+    def absorb(self, message: dict[str, Any]) -> None:
+        self.stats.absorb(message["report"])
+        self._steps.extend(message["steps"])
+        self.finished = bool(message["finished"])
+
+    def take_steps(self) -> list[list[float]]:
+        """[batch of the rank, wait, backward] of every step not taken before."""
+        return [self._steps.popleft() for _ in range(len(self._steps))]
 
 
 class RankServer:
@@ -42,6 +62,7 @@ class RankServer:
         self._listener.bind(self.path)
         self._listener.listen()
         self._clients: dict[Connection, list[dict[str, Any]]] = {}  # connection -> what it waits for
+        self.profiles: dict[int, RankProfile] = {}
 
     def waiters(self) -> list[Any]:
         """What to watch for input."""
@@ -69,6 +90,8 @@ class RankServer:
             self._clients[source].append(message)
         elif message["op"] == "release":
             self._queue.free(message["name"], message["slot"])
+        elif message["op"] == "profile":
+            self.profiles.setdefault(message["rank"], RankProfile()).absorb(message)
         elif message["op"] == "close":
             self._clients[source] = [m for m in self._clients[source] if m["name"] != message["name"]]
             self._queue.close(message["name"], message["generation"], message["rank"])
@@ -146,6 +169,11 @@ class RankSource:
 
     def lanes(self) -> dict[str, ProfileStats]:
         return {}
+
+    def send_profile(self, report: dict[str, Any], steps: list[list[float]], finished: bool) -> None:
+        """Give local rank 0 this rank's spans (`ProfileStats.report`) and [batch, wait, backward] of its new steps."""
+        message = {"report": report, "steps": steps[-_STEPS_KEPT:], "finished": finished}
+        self.send({"op": "profile", "rank": self._rank, **message})
 
     def close(self) -> None:
         with self._condition:

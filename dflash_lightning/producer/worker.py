@@ -109,6 +109,7 @@ class _Worker:
 
         if num_threads:
             torch.set_num_threads(num_threads)
+        reported = 0.0
         while True:
             request, made = self._made.get()
             try:
@@ -118,11 +119,11 @@ class _Worker:
                 continue
             finally:
                 del made  # the taps' memory is the next batch's
-            spans = {s: [t.count, t.total, t.max] for s, t in process_stats().window().items()}
+            spans, reported = process_stats().report(since=reported), time.perf_counter()
             self._answer(request, {"op": "done", "lengths": lengths, "spans": spans})
 
     def _failed(self, request: Message) -> None:
-        self._answer(request, {"op": "failed", "traceback": traceback.format_exc(), "spans": {}})
+        self._answer(request, {"op": "failed", "traceback": traceback.format_exc(), "spans": None})
 
     def _answer(self, request: Message, message: Message) -> None:
         try:

@@ -1,0 +1,237 @@
+"""StageProfilerCallback in whole small runs: nothing is lost, whatever ends the run; the event file is read back."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from lightning.pytorch import Callback
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dflash_lightning.callbacks import DrafterCheckpoint, StageProfilerCallback
+from dflash_lightning.callbacks.panels import LAYOUT
+from dflash_lightning.callbacks.stage_profiler import TRACE_FILE
+from dflash_lightning.pipeline.windows import PROFILE_FILE, read_windows
+from dflash_lightning.profiling import ProfileStats, process_stats
+
+# What an inline run on a CPU has; the others need a device, an own process or flex attention.
+INLINE_STAGES = {
+    "target.load_batch",
+    "target.model_forward",
+    "target.pack_hidden",
+    "drafter.queue_wait",
+    "drafter.forward",
+    "drafter.backward",
+    "drafter.optimizer_step",
+    "drafter.grad_norm_sync",
+    "drafter.metrics_sync",
+    "dflash.block_layout",
+    "dflash.create_block_mask_full",
+    "dflash.layers",
+    "dflash.loss",
+}
+
+
+class Raise(Callback):
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if batch_idx == self.batch:
+            raise RuntimeError("raised on purpose")
+
+
+def events_of(folder: str | Path) -> EventAccumulator:
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "images": 0})
+    events.Reload()
+    return events
+
+
+def test_an_interval_shorter_than_a_step_gives_a_window_each_step(make_run, write_chats: Callable[..., str]) -> None:
+    callback = StageProfilerCallback(0.001, chrome_trace=True)
+    callbacks = [callback, DrafterCheckpoint(every_n_train_steps=2)]
+    options = {"data_val": write_chats(8, "val.jsonl"), "trainer_val_check_interval": 3}
+    trainer, module, data = make_run(
+        write_chats(60), callbacks=callbacks, trainer_check_val_every_n_epoch=None, **options
+    )
+    trainer.fit(module, datamodule=data)
+    windows = read_windows(trainer.default_root_dir)
+    assert windows[-1].closed_by == "end", "it holds the last checkpoint and no step"
+    assert [w.step for w in windows if w.batches] == [1, 2, 3, 4, 5, 6], "one point a window, on one axis"
+    assert [w.batches for w in windows[:6]] == [1] * 6
+    assert any("drafter.checkpoint" in w.lanes["rank0"] for w in windows)
+    assert sum(w.lanes["rank0"]["drafter.forward"].count for w in windows[:6]) == 6
+    assert sum(
+        w.lanes["rank0"]["drafter.validation"].count for w in windows if "drafter.validation" in w.lanes["rank0"]
+    )
+    assert windows[0].warm_up
+
+    events = events_of(trainer.default_root_dir)
+    for stage in INLINE_STAGES - {"target.load_batch"}:
+        assert any(stage in w.lanes["rank0"] for w in windows), stage
+        steps = [e.step for e in events.Scalars(f"profile/avg_ms/{stage}")]
+        assert steps == sorted(set(steps)), stage
+        for kind in ("max_ms", "total_s", "share", "count"):
+            assert [e.step for e in events.Scalars(f"profile/{kind}/{stage}")] == steps
+    tags = events.Tags()
+    assert "profile/timeline" in tags["images"]
+    assert {"profile/table/text_summary", "profile/verdict/text_summary"} <= set(tags["tensors"])
+    assert len(events.Tensors("custom_scalars__config__")) == 1
+    layout = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    for category, charts in LAYOUT.items():
+        assert category.encode() in layout
+        assert all(name.encode() in layout for name in charts)
+    assert "bound" in events.Tensors("profile/verdict/text_summary")[-1].tensor_proto.string_val[0].decode()
+    trace = json.loads((Path(trainer.default_root_dir) / TRACE_FILE).read_text())["traceEvents"]
+    assert {"drafter.forward", "target.model_forward"} <= {e["name"] for e in trace}
+    assert "save_checkpoint" not in vars(trainer), "what it wrapped is as before"
+
+
+def test_a_training_shorter_than_the_interval_gives_one_window_at_its_end(make_run, write_chats) -> None:
+    trainer, module, data = make_run(write_chats(60), callbacks=[StageProfilerCallback(600)])
+    trainer.fit(module, datamodule=data)
+    (window,) = read_windows(trainer.default_root_dir)
+    assert (window.step, window.batches, window.closed_by) == (6, 6, "end")
+    assert set(window.lanes["rank0"]) >= INLINE_STAGES
+    assert window.tokens > 0
+    assert window.coverage() <= 1.0
+    assert window.group_steps == 6
+
+
+def test_spans_cover_the_main_thread(make_run, write_chats) -> None:
+    trainer, module, data = make_run(
+        write_chats(60), callbacks=[StageProfilerCallback(600)], trainer_max_steps=20, trainer_max_epochs=-1
+    )
+    trainer.fit(module, datamodule=data)
+    (window,) = read_windows(trainer.default_root_dir)
+    other = window.lanes["rank0"]["drafter.other"].total
+    assert window.coverage() * window.wall + other == pytest.approx(window.wall)
+    # Steps of a few milliseconds: what Lightning does inside one weighs most here.
+    assert window.coverage() > 0.9
+
+
+def test_a_callback_that_raises_leaves_one_last_window(make_run, write_chats) -> None:
+    trainer, module, data = make_run(write_chats(60), callbacks=[StageProfilerCallback(600), Raise(3)])
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.fit(module, datamodule=data)
+    (window,) = read_windows(trainer.default_root_dir)
+    assert window.closed_by == "exception"
+    assert window.lanes["rank0"]["drafter.forward"].count == 4
+    steps = [e.step for e in events_of(trainer.default_root_dir).Scalars("profile/count/drafter.forward")]
+    assert steps == [window.step]
+
+
+def test_an_exception_after_the_end_writes_no_second_window(make_run, write_chats) -> None:
+    class RaiseAtEnd(Callback):
+        def on_train_end(self, trainer, pl_module) -> None:
+            raise RuntimeError("raised on purpose")
+
+    trainer, module, data = make_run(write_chats(60), callbacks=[StageProfilerCallback(600), RaiseAtEnd()])
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.fit(module, datamodule=data)
+    assert [w.closed_by for w in read_windows(trainer.default_root_dir)] == ["end"]
+
+
+def test_accumulated_batches_give_no_two_points_at_one_step(make_run, write_chats) -> None:
+    options = {"trainer_accumulate_grad_batches": 3, "trainer_max_steps": 3, "trainer_max_epochs": -1}
+    trainer, module, data = make_run(write_chats(60), callbacks=[StageProfilerCallback(0.001)], **options)
+    trainer.fit(module, datamodule=data)
+    windows = read_windows(trainer.default_root_dir)
+    assert [(w.step, w.batches) for w in windows if w.batches] == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_zero_turns_it_off(make_run, write_chats, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLASH_PROFILE_INTERVAL", "0")
+    trainer, module, data = make_run(write_chats(20), callbacks=[StageProfilerCallback()], trainer_max_steps=1)
+    trainer.fit(module, datamodule=data)
+    assert not (Path(trainer.default_root_dir) / PROFILE_FILE).exists()
+
+
+def test_the_interval_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DFLASH_PROFILE_INTERVAL", raising=False)
+    assert StageProfilerCallback().profile_interval == 60
+    with pytest.raises(ValueError, match="profile_interval=-1"):
+        StageProfilerCallback(-1)
+    monkeypatch.setenv("DFLASH_PROFILE_INTERVAL", "soon")
+    with pytest.raises(ValueError, match="'soon': give seconds"):
+        StageProfilerCallback()
+
+
+class FakePool:
+    """A source whose producer and second rank are written by the test."""
+
+    def __init__(self) -> None:
+        self.producer, self.rank1 = ProfileStats(), SimpleNamespace(stats=ProfileStats(), finished=True, steps=[])
+        self.rank1.take_steps = self._take
+
+    def _take(self) -> list[list[float]]:
+        steps, self.rank1.steps = self.rank1.steps, []
+        return steps
+
+    def lanes(self) -> dict[str, ProfileStats]:
+        return {"producer0": self.producer}
+
+    def rank_profiles(self) -> dict:
+        return {1: self.rank1}
+
+
+def fake_trainer(folder: Path, source: FakePool, printed: list[str]) -> SimpleNamespace:
+    data = SimpleNamespace(source=source, queue_state=lambda: (9, 60), target_devices=[0], queue_depth=60)
+    return SimpleNamespace(
+        datamodule=data, global_rank=0, global_step=0, is_global_zero=True, logger=None, world_size=2,
+        default_root_dir=str(folder), print=printed.append, save_checkpoint=lambda: None,
+    )  # fmt: skip
+
+
+def fake_steps(callback: StageProfilerCallback, trainer: SimpleNamespace, source: FakePool, steps: int) -> None:
+    stats, module = process_stats(), SimpleNamespace(last_logged={"train/loss": 2.31, "train/acceptance_length": 3.4})
+    for batch in range(trainer.global_step, trainer.global_step + steps):
+        for stage, seconds in (("drafter.queue_wait", 0.1), ("drafter.forward", 0.2), ("drafter.backward", 0.5)):
+            stats.add(stage, seconds)
+        source.rank1.stats.add("drafter.only_here", 0.3)
+        source.rank1.steps.append([batch, 0.4, 0.2])
+        source.producer.add("target.model_forward", 0.7)
+        trainer.global_step += 1
+        callback.on_train_batch_end(trainer, module, None, SimpleNamespace(num_tokens=100), batch)
+
+
+def test_two_ranks_of_which_one_has_a_stage(tmp_path: Path) -> None:
+    source, printed = FakePool(), []
+    trainer = fake_trainer(tmp_path, source, printed)
+    callback = StageProfilerCallback(600)
+    callback.on_train_start(trainer, None)
+    fake_steps(callback, trainer, source, 5)
+    callback.on_train_end(trainer, SimpleNamespace(last_logged={"train/loss": 2.31}))
+    (window,) = read_windows(tmp_path)
+    assert window.lanes["rank1"]["drafter.only_here"].count == 5
+    assert "drafter.only_here" not in window.lanes["rank0"]
+    assert window.group_steps == 5
+    assert window.group_wait == pytest.approx(5 * 0.4), "the maximum over ranks"
+    assert window.group_backward == pytest.approx(5 * 0.2), "the minimum over ranks"
+    assert (window.tokens, window.batches) == (1000, 10)
+    assert printed[0].startswith("[0s] step 5 | ")
+    assert " | loss 2.31 | q_hs 9/60 | wait 100%" in printed[0]
+
+
+def test_memory_is_flat_over_many_steps(tmp_path: Path) -> None:
+    source = FakePool()
+    trainer = fake_trainer(tmp_path, source, printed := [])
+    callback = StageProfilerCallback(0.2)
+    callback.on_train_start(trainer, None)
+    tracemalloc.start()
+    fake_steps(callback, trainer, source, 2000)
+    before = tracemalloc.get_traced_memory()[0]
+    for _ in range(9):
+        fake_steps(callback, trainer, source, 2000)
+        printed.clear()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    callback.on_train_end(trainer, SimpleNamespace())
+    assert grown < 1_000_000, "thirty windows are kept, and spans and steps only until the next window"
+    windows = read_windows(tmp_path)
+    assert sum(w.batches for w in windows) == 40_000
+    assert sum(w.group_steps for w in windows) == 20_000

