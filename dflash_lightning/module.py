@@ -338,6 +338,9 @@ class DFlashModule(LightningModule):
         checkpoint[CHECKPOINT_KEY] = {
             "draft_config": self.drafter.config.to_diff_dict(),
             "target": self.target,
+            # For the exported model's card and its check against the target's length.
+            "trained_max_length": getattr(getattr(self.trainer, "datamodule", None), "max_seq_len", None),
+            "scores": dict(self.last_logged),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

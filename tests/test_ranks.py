@@ -118,7 +118,7 @@ def four_rows(tmp_path: Path) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("weights", ["decay", "dpace"])
+@pytest.mark.parametrize("weights", ["decay", pytest.param("dpace", marks=pytest.mark.slow)])
 def test_a08_gradient_does_not_depend_on_how_rows_are_split(run_ranks, four_rows: str, weights: str) -> None:
     one_step = {"max_steps": 1}
     common = {"sgd": True, "model": {"weights": weights}}
@@ -160,7 +160,9 @@ def test_a_step_without_any_anchor_moves_no_rank(run_ranks, tmp_path: Path) -> N
         assert torch.equal(rank["weights"]["fc.weight"], ranks[0]["weights"]["fc.weight"])
 
 
-@pytest.mark.parametrize("ranks_after", [1, 2, 3])
+@pytest.mark.parametrize(
+    "ranks_after", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_e12_e18_resume_at_another_world_size(run_ranks, write_chats: Callable[..., str], ranks_after: int) -> None:
     train = write_chats(24)
     data = {"target_devices": ["cpu"], "token_budget": 64, "queue_depth": 4}
@@ -174,6 +176,7 @@ def test_e12_e18_resume_at_another_world_size(run_ranks, write_chats: Callable[.
     assert len({rank["steps"] for rank in rest}) == 1
 
 
+@pytest.mark.slow
 def test_two_nodes_each_feed_their_own_ranks(run_ranks, write_chats: Callable[..., str], tiny_target: str) -> None:
     """torchrun with two nodes on this machine, two ranks each."""
     script = run_ranks.folder / "train.py"

@@ -169,6 +169,7 @@ def test_restarts_are_limited_and_counted(config: ProducerConfig) -> None:
         pool.close()
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_found_by_its_silence(config: ProducerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     from dflash_lightning.producer import pool as pool_module
 
