@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,18 @@ def test_ranks_of_a_node_get_their_own_batches_in_order(config: ProducerConfig, 
         for source in reversed(sources):
             source.close()
     assert not folder.exists()
+
+
+def test_d08_tries_count_by_batch_not_in_all(config: ProducerConfig, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.symlink_to(config.target)
+    flaky = replace(config, target=str(target), kind="tests.flaky_producer:FlakyProducer")
+    entries = [(n, [n]) for n in range(12)]
+    pool = ProducerPool(flaky, ["cpu", "cpu"], {"train": 4})
+    try:
+        assert list(take_all(opened(pool, entries))) == list(range(12)), "twelve failures, none twice for a batch"
+    finally:
+        pool.close()
 
 
 def test_d08_an_error_reaches_every_rank(config: ProducerConfig) -> None:
