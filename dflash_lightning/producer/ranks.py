@@ -208,17 +208,26 @@ class RankSource:
                     self._error = ProducerError(message["text"])
                 elif message["op"] == "bye":
                     self._closing = True
-                elif not self._closing and self._error is None:
+                lost = message["op"] == "lost"
+                # After a farewell or an error local rank 0 is alive and ends its ranks in order.
+                orphaned = lost and not self._closing and self._error is None
+                if orphaned:
                     self._error = ProducerError("the process of local rank 0, which owns the producers, is gone")
                 self._condition.notify_all()
-                lost = message["op"] == "lost"
-                orphaned = lost and not self._closing
             if orphaned:
-                # This rank may hang in a collective whose partner is gone, and hold a device for ever.
-                time.sleep(_GRACE_SECONDS)
-                os._exit(1)
+                self._end_unless_closed()
             if lost:
                 return
+
+    def _end_unless_closed(self) -> None:
+        """End this process when it does not do so by itself: it may hang in a collective whose partner is gone, and
+        hold a device for ever."""
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < deadline:
+            if self._closing:
+                return
+            time.sleep(0.1)
+        os._exit(1)
 
 
 class _RankStream:
