@@ -59,6 +59,16 @@ def test_b08_layers_of_several_kinds_are_tapped_by_their_number() -> None:
         torch.testing.assert_close(tap, states[i + 1], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
+def test_a_compiled_target_gives_the_same_states(tiny_target: str) -> None:
+    plain, compiled = (TappedTarget(tiny_target, [1, 5], dtype="float32") for _ in range(2))
+    compiled.compile()
+    for length in (9, 17):
+        tokens = torch.arange(4, 4 + length)[None]
+        for a, b in zip(plain.forward(tokens), compiled.forward(tokens), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
 def test_layers_above_the_last_tap_are_dropped(tiny_target: str) -> None:
     tapped = TappedTarget(tiny_target, [1, 3])
     assert len(tapped.decoder.layers) == 4
