@@ -339,7 +339,7 @@ class DFlashModule(LightningModule):
             "draft_config": self.drafter.config.to_diff_dict(),
             "target": self.target,
             # For the exported model's card and its check against the target's length.
-            "trained_max_length": getattr(getattr(self.trainer, "datamodule", None), "max_seq_len", None),
+            "trained_max_length": getattr(getattr(self._trainer, "datamodule", None), "max_seq_len", None),
             "scores": dict(self.last_logged),
         }
 
