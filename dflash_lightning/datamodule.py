@@ -127,6 +127,7 @@ class HiddenStateDataModule(LightningDataModule):
         self.source: Source | None = None
         self._lengths: dict[str, np.ndarray] = {}
         self._folders: dict[str, str] = {}
+        self._prepared: dict[str, str] | None = None
         self._fingerprint: str | None = None
         self._loaders: dict[str, HiddenStateLoader] = {}
 
@@ -134,7 +135,7 @@ class HiddenStateDataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Turn raw files into rows, once a node; prepared folders are used as they are."""
-        self._ensure_rows()
+        self._prepared = self._ensure_rows()
 
     def setup(self, stage: str) -> None:
         """Load the rows, check them, and start the producers."""
@@ -147,7 +148,9 @@ class HiddenStateDataModule(LightningDataModule):
         if stage == "validate" and not self.val_files:
             raise ValueError("data.val is not set: nothing to validate on")
         check_devices(self.target_devices, trainer)
-        self._folders = {n: f for n, f in self._ensure_rows().items() if n in names}
+        # Only where this process has not prepared them just now: finding a raw file's rows reads the whole file.
+        prepared, self._prepared = self._prepared or self._ensure_rows(), None
+        self._folders = {n: f for n, f in prepared.items() if n in names}
         mask_token_id = getattr(trainer.lightning_module, "mask_token_id", None)
         for name, folder in self._folders.items():
             rows = load_rows(folder)

@@ -97,10 +97,6 @@ class ProducerPool:
         with self._condition:
             return self._queue.ready_count(name), self._queue.capacity[name]
 
-    def busy(self) -> tuple[int, int]:
-        """Producers that hold a batch, and how many there are."""
-        return sum(bool(w.held) for w in self.workers), len(self._devices)
-
     def lanes(self) -> dict[str, ProfileStats]:
         return {f"producer{i}": worker.stats for i, worker in enumerate(self.workers)}
 
