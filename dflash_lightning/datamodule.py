@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,8 +13,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from dflash_lightning.batch import BatchSpec, Cursor
 from dflash_lightning.cursor import CursorCallback
-from dflash_lightning.data import dataset_fingerprint, ensure_rows, load_rows
-from dflash_lightning.data.usable import usable_lengths
 from dflash_lightning.loader import HiddenStateLoader, LoaderConfig
 from dflash_lightning.placement import check_devices, node_ranks, share_pool, threads_per_worker
 from dflash_lightning.producer.plan import BatchPlan, plan_fingerprint
@@ -23,10 +20,8 @@ from dflash_lightning.producer.pool import ProducerPool
 from dflash_lightning.producer.produce import ProducerConfig
 from dflash_lightning.producer.slots import SlotShape, check_memory
 from dflash_lightning.producer.source import InlineSource, Source
-from dflash_lightning.target.resolve import cache_root, load_target_config, load_tokenizer, resolve_target
-
-if TYPE_CHECKING:
-    import datasets
+from dflash_lightning.row_sets import RowSets
+from dflash_lightning.target.resolve import load_target_config, resolve_target
 
 Device = int | Literal["cpu"]
 
@@ -103,8 +98,14 @@ class HiddenStateDataModule(LightningDataModule):
         if target_dtype != "auto" and not isinstance(getattr(torch, target_dtype, None), torch.dtype):
             raise ValueError(f"data.target_dtype={target_dtype!r}: 'auto' or a torch dtype such as 'bfloat16'")
         self.target = target
-        self.train_files = [train] if isinstance(train, str) else list(train)
-        self.val_files = [val] if isinstance(val, str) else list(val or [])
+        self.row_sets = RowSets(
+            target=target,
+            train=[train] if isinstance(train, str) else list(train),
+            val=[val] if isinstance(val, str) else list(val or []),
+            max_seq_len=max_seq_len,
+            min_supervised_tokens=min_supervised_tokens,
+            trust_remote_code=trust_remote_code,
+        )
         self.target_devices = list(target_devices)
         self.token_budget = token_budget
         self.max_seq_len = max_seq_len
@@ -135,7 +136,7 @@ class HiddenStateDataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Turn raw files into rows, once a node; prepared folders are used as they are."""
-        self._prepared = self._ensure_rows()
+        self._prepared = self.row_sets.ensure()
 
     def setup(self, stage: str) -> None:
         """Load the rows, check them, and start the producers."""
@@ -145,20 +146,20 @@ class HiddenStateDataModule(LightningDataModule):
         names = {"fit": ("train", "val"), "validate": ("val",)}.get(stage)
         if names is None:
             raise ValueError(f"the data module serves `fit` and `validate`, not {stage!r}")
-        if stage == "validate" and not self.val_files:
+        if stage == "validate" and not self.row_sets.val:
             raise ValueError("data.val is not set: nothing to validate on")
         check_devices(self.target_devices, trainer)
         # Only where this process has not prepared them just now: finding a raw file's rows reads the whole file.
-        prepared, self._prepared = self._prepared or self._ensure_rows(), None
+        prepared, self._prepared = self._prepared or self.row_sets.ensure(), None
         self._folders = {n: f for n, f in prepared.items() if n in names}
         mask_token_id = getattr(trainer.lightning_module, "mask_token_id", None)
         for name, folder in self._folders.items():
-            rows = load_rows(folder)
-            self._lengths[name] = self._usable(name, rows, mask_token_id)
+            rows = self.row_sets.load(name, folder, mask_token_id)
+            self._lengths[name] = rows.lengths
             if name == "train":
                 self._fingerprint = plan_fingerprint(
-                    dataset_fingerprint(rows),
-                    self._lengths[name],
+                    rows.fingerprint,
+                    rows.lengths,
                     token_budget=self.token_budget,
                     num_buckets=self.num_buckets,
                     seed=self.seed,
@@ -275,39 +276,6 @@ class HiddenStateDataModule(LightningDataModule):
         if module is None or not hasattr(module, "batch_spec"):
             raise ValueError("HiddenStateDataModule needs a module with batch_spec(), such as DFlashModule")
         return module.batch_spec()
-
-    def _ensure_rows(self) -> dict[str, str]:
-        folders = {}
-        vocab_size = load_target_config(self.target, self.trust_remote_code).get_text_config().vocab_size
-        tokenizer = load_tokenizer(self.target, self.trust_remote_code)
-        for name, files in (("train", self.train_files), ("val", self.val_files)):
-            if files:
-                folders[name] = str(
-                    ensure_rows(
-                        files,
-                        tokenizer,
-                        Path(cache_root()) / "rows",
-                        max_seq_len=self.max_seq_len,
-                        min_supervised_tokens=self.min_supervised_tokens,
-                        vocab_size=vocab_size,
-                        option=f"data.{name}",
-                    )
-                )
-        return folders
-
-    def _usable(self, name: str, rows: datasets.Dataset, mask_token_id: int | None) -> np.ndarray:
-        config = load_target_config(self.target, self.trust_remote_code).get_text_config()
-        lengths, left_out = usable_lengths(
-            rows,
-            max_seq_len=self.max_seq_len,
-            min_supervised_tokens=self.min_supervised_tokens,
-            mask_token_id=mask_token_id,
-            vocab_size=config.vocab_size,
-            option=f"data.{name}",
-        )
-        if left_out:
-            rank_zero_warn(left_out)
-        return lengths
 
     def _start_source(self, spec: BatchSpec, trainer: Trainer) -> Source:
         config = self._producer_config(spec)

@@ -159,15 +159,3 @@ def make_block_layout(batch: HiddenStateBatch) -> BlockLayout:
         anchor_positions=positions_N,
         positions=batch.positions,
     )
-
-
-def single_block_layout(num_context: int, block_size: int, anchor_position: int, device: torch.device) -> BlockLayout:
-    """The layout of decoding: one block right after `num_context` tokens of context that end before its anchor."""
-    return BlockLayout(
-        block_size=block_size,
-        num_context=num_context,
-        anchors=torch.full((1,), num_context, device=device),
-        context_start=torch.zeros(1, dtype=torch.int64, device=device),
-        anchor_positions=torch.full((1,), anchor_position, device=device),
-        positions=torch.arange(anchor_position - num_context, anchor_position, device=device),
-    )

@@ -1,13 +1,13 @@
 """The DFlash drafter: a few Qwen3 layers whose attention reads the target's hidden states and the slots' own block.
 
 Parameter names and shapes are those of the released z-lab checkpoints. Embedding and LM head are the target's.
-Shapes: N blocks, K slots a block, T packed context tokens, H hidden size, F = L_t*H tapped features,
-A query heads, V key/value heads, d head size.
+Shapes: N blocks, K slots a block, T packed context tokens, B rows that decode, S tokens of each, H hidden size,
+F = L_t*H tapped features, A query heads, V key/value heads, d head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -19,7 +19,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash_lightning.drafter.attention import attention_mask, block_attention, context_padding, resolve_backend
 from dflash_lightning.drafter.config import sliding_causal, target_layer_ids
-from dflash_lightning.drafter.layout import BlockLayout, single_block_layout
+from dflash_lightning.drafter.context import DraftContext, Masks
+from dflash_lightning.drafter.layout import BlockLayout
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, float32 [..., d]
 
@@ -82,6 +83,7 @@ class DFlashAttention(nn.Module):
 
     def __init__(self, config: Qwen3Config, layer_index: int) -> None:
         super().__init__()
+        self.layer_index = layer_index
         assert config.layer_types is not None
         assert config.num_key_value_heads is not None
         hidden, self.head_dim = config.hidden_size, config.head_dim
@@ -113,6 +115,15 @@ class DFlashAttention(nn.Module):
             backend=backend,
         )
         return self.o_proj(out_NKAd.flatten(2))
+
+    def decode(
+        self, x_BKH: Tensor, rotation: Rotation, context: DraftContext, positions_BK: Tensor, masks: Masks
+    ) -> Tensor:
+        """One block a row, behind the row's context; `masks` as `DraftContext.masks` makes them."""
+        queries = _rotate(self.q_norm(self.q_proj(x_BKH).unflatten(-1, (-1, self.head_dim))), rotation)
+        context.write(self.layer_index, self.keys_values(x_BKH, rotation), positions_BK)
+        mask = masks[self.window, self.causal_block]
+        return self.o_proj(context.attend(self.layer_index, queries, self.window, mask).flatten(2))
 
 
 class MLP(nn.Module):
@@ -148,18 +159,19 @@ class DFlashLayer(nn.Module):
         backend: str,
     ) -> Tensor:
         context = self.self_attn.keys_values(features_TH, context_rotation)
-        return self.apply_block(x_NKH, block_rotation, context, layout, backend)
-
-    def apply_block(
-        self, x_NKH: Tensor, rotation: Rotation, context: tuple[Tensor, Tensor], layout: BlockLayout, backend: str
-    ) -> Tensor:
-        """The layer on block states, given the context's keys and values, each [T, V, d]."""
-        x_NKH = x_NKH + self.self_attn(self.input_layernorm(x_NKH), rotation, context, layout, backend)
+        x_NKH = x_NKH + self.self_attn(self.input_layernorm(x_NKH), block_rotation, context, layout, backend)
         return x_NKH + self.mlp(self.post_attention_layernorm(x_NKH))
+
+    def decode(
+        self, x_BKH: Tensor, rotation: Rotation, context: DraftContext, positions_BK: Tensor, masks: Masks
+    ) -> Tensor:
+        """The layer on one block a row, whose context is in the cache."""
+        x_BKH = x_BKH + self.self_attn.decode(self.input_layernorm(x_BKH), rotation, context, positions_BK, masks)
+        return x_BKH + self.mlp(self.post_attention_layernorm(x_BKH))
 
 
 class DFlashDraftModel(nn.Module):
-    """The drafter. `forward` trains on many blocks at once; `context_kv` and `decode_block` decode one sequence."""
+    """The drafter. `forward` trains on many blocks at once; `extend_context` and `decode_blocks` decode."""
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
@@ -217,24 +229,23 @@ class DFlashDraftModel(nn.Module):
         for window, causal_block in self.mask_kinds():
             attention_mask(layout, window, causal_block, resolve_backend(attention, layout.anchors.device))
 
-    def context_kv(self, hidden_TF: Tensor, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Rotated keys and values of context tokens, for every layer a pair of [V, T, d]."""
-        features_TH, rotation = self.context_features(hidden_TF), self._rotation(positions_T)
-        pairs = [layer.self_attn.keys_values(features_TH, rotation) for layer in self._layers()]
-        return [(keys.transpose(0, 1), values.transpose(0, 1)) for keys, values in pairs]
+    def extend_context(self, context: DraftContext, hidden_BSF: Tensor, counts: Sequence[int]) -> None:
+        """Append the target's states to each row's context: of S states a row the first `counts` count."""
+        features_BSH = self.context_features(hidden_BSF)
+        positions_BS = context.positions(hidden_BSF.shape[1], hidden_BSF.device)
+        rotation = self._rotation(positions_BS)
+        for index, layer in enumerate(self._layers()):
+            context.write(index, layer.self_attn.keys_values(features_BSH, rotation), positions_BS)
+        context.advance(counts)
 
-    def decode_block(
-        self, block_embeddings_KH: Tensor, anchor_position: int, context: list[tuple[Tensor, Tensor]]
-    ) -> Tensor:
-        """Final-normed states [K, H] of one block, given `context_kv` of the tokens right before its anchor."""
-        num_context = context[0][0].shape[1]
-        device = block_embeddings_KH.device
-        layout = single_block_layout(num_context, block_embeddings_KH.shape[0], anchor_position, device)
-        rotation = self._rotation(layout.block_positions)
-        x_1KH = self._cast(block_embeddings_KH)[None]
-        for layer, (keys, values) in zip(self._layers(), context, strict=True):
-            x_1KH = layer.apply_block(x_1KH, rotation, (keys.transpose(0, 1), values.transpose(0, 1)), layout, "sdpa")
-        return self.norm(x_1KH)[0]
+    def decode_blocks(self, block_embeddings_BKH: Tensor, context: DraftContext) -> Tensor:
+        """Final-normed states [B, K, H] of the block right behind each row's context."""
+        positions_BK = context.positions(block_embeddings_BKH.shape[1], block_embeddings_BKH.device)
+        rotation, masks = self._rotation(positions_BK), context.masks(positions_BK, self.mask_kinds())
+        x_BKH = self._cast(block_embeddings_BKH)
+        for layer in self._layers():
+            x_BKH = layer.decode(x_BKH, rotation, context, positions_BK, masks)
+        return self.norm(x_BKH)
 
     def _layers(self) -> Iterator[DFlashLayer]:
         return cast(Iterator[DFlashLayer], iter(self.layers))

@@ -15,9 +15,10 @@ _WINDOW_BATCHES = 32
 class BatchPlan:
     """Ordered batches of row numbers whose padded size stays within the token budget.
 
-    Every epoch has the same number of batches (Lightning reads a loader's length once): which length class stands at
-    which place of which batch follows from the seed alone; which row of that class stands there, and the order of the
-    batches, from seed and epoch.
+    Which rows share a batch, and their order in it, follows from the lengths and the seed alone; the epoch shuffles
+    the order of the batches. Hidden states depend in their last bits on a row's neighbours and padding, so batches
+    that stay the same are what lets a cache give the very states that the target would. It also gives every epoch the
+    same number of batches (Lightning reads a loader's length once).
 
     Args:
         lengths: tokens of each row; rows of length 0 are left out.
@@ -46,20 +47,12 @@ class BatchPlan:
         longest = int(self.lengths.max(initial=0))
         if longest > token_budget:
             raise ValueError(f"token_budget={token_budget}: smaller than the longest row, {longest} tokens")
-        rows = np.flatnonzero(self.lengths)
-        row_classes = np.minimum(_length_class(self.lengths[rows]), token_budget)
         rng = np.random.default_rng([seed, 0]) if shuffle else None
-        place_classes, sizes = _places(np.sort(row_classes), token_budget, num_buckets, rng)
-
-        # Rows in random order inside a class, handed to the places of that class.
-        rng = np.random.default_rng([seed, 1, epoch]) if shuffle else None
-        shuffled = rng.permutation(len(rows)) if rng is not None else np.arange(len(rows))
-        by_class = shuffled[np.argsort(row_classes[shuffled], kind="stable")]
-        self._rows = np.empty(len(rows), np.int64)
-        self._rows[np.argsort(place_classes, kind="stable")] = rows[by_class]
-        self._ends = np.cumsum(sizes, dtype=np.int64)
+        self._rows, sizes = _batches(self.lengths, token_budget, num_buckets, rng)
         self._sizes = np.asarray(sizes, dtype=np.int64)
-        self._order = rng.permutation(len(sizes)) if rng is not None else np.arange(len(sizes))
+        self._ends = np.cumsum(self._sizes)
+        order = np.random.default_rng([seed, 1, epoch]).permutation if shuffle else np.arange
+        self._order = order(len(sizes))
 
     def __len__(self) -> int:
         return len(self._order)
@@ -79,34 +72,31 @@ class BatchPlan:
         return float(1.0 - real.sum() / (longest * self._sizes).sum())
 
 
-def _length_class(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Lengths rounded up to one of 16 steps an octave: rows of a class may stand for each other."""
-    step = np.maximum(1, 2 ** np.floor(np.log2(np.maximum(lengths, 1))).astype(np.int64) // 16)
-    return -(-lengths // step) * step
-
-
-def _places(
-    classes: NDArray[np.int64], budget: int, num_buckets: int, rng: np.random.Generator | None
+def _batches(
+    lengths: NDArray[np.int64], budget: int, num_buckets: int, rng: np.random.Generator | None
 ) -> tuple[NDArray[np.int64], list[int]]:
-    """Length class of every place, batch after batch, and the size of each batch; `classes` come sorted."""
-    if not len(classes):
-        return classes, []
-    tokens = np.cumsum(classes)
+    """Rows, batch after batch, and the number of rows of each batch."""
+    rows = np.flatnonzero(lengths)
+    if not len(rows):
+        return rows, []
+    rows = rows[np.argsort(lengths[rows], kind="stable")]
+    tokens = np.cumsum(lengths[rows])
     bounds = np.searchsorted(tokens, tokens[-1] * np.arange(1, num_buckets) / num_buckets)
     parts: list[NDArray[np.int64]] = []
     sizes: list[int] = []
-    for bucket in np.split(classes, bounds):
+    for bucket in np.split(rows, bounds):
         if not len(bucket):
             continue
         if rng is not None:
             bucket = rng.permutation(bucket)
-        window = max(1, int(_WINDOW_BATCHES * budget / bucket.mean()))
+        window = max(1, int(_WINDOW_BATCHES * budget / lengths[bucket].mean()))
         for start in range(0, len(bucket), window):
-            # Longest first: the first place of a batch fixes its padded length, so its size follows by division.
-            part = -np.sort(-bucket[start : start + window])
+            part = bucket[start : start + window]
+            # Longest first: the first row of a batch fixes its padded length, so its size follows by division.
+            part = part[np.argsort(-lengths[part], kind="stable")]
             at = 0
             while at < len(part):
-                size = min(budget // int(part[at]), len(part) - at)
+                size = min(budget // int(lengths[part[at]]), len(part) - at)
                 sizes.append(size)
                 at += size
             parts.append(part)
@@ -115,5 +105,5 @@ def _places(
 
 def plan_fingerprint(data: str, lengths: NDArray[np.integer], *, token_budget: int, num_buckets: int, seed: int) -> str:
     """What a resumed run compares: the same string means the same batches in every epoch."""
-    head = f"1:{data}:{token_budget}:{num_buckets}:{seed}:".encode()
+    head = f"2:{data}:{token_budget}:{num_buckets}:{seed}:".encode()
     return hashlib.sha256(head + np.ascontiguousarray(lengths, dtype=np.int64).tobytes()).hexdigest()[:32]
