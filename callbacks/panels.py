@@ -7,6 +7,7 @@ from typing import Any
 
 from dflash_lightning.pipeline.verdict import Verdict
 from dflash_lightning.pipeline.windows import Window
+from dflash_lightning.profiling import StageTotal, format_table
 
 LAYOUT = {
     "stages": {
@@ -30,11 +31,12 @@ def write_layout(writer: Any) -> None:
     writer.add_custom_scalars(LAYOUT)
 
 
-def write_texts(writer: Any, window: Window, verdict: Verdict | None) -> None:
-    """Stage table and verdict at the window's step."""
+def write_texts(writer: Any, window: Window, since_start: Mapping[str, StageTotal], verdict: Verdict | None) -> None:
+    """Stage tables (of the window, and since the start) and verdict at the window's step."""
     marked = " (warm-up)" if window.warm_up else ""
     head = f"window {window.number}{marked}, {window.wall:.1f} s, coverage {window.coverage():.1%}"
-    writer.add_text("profile/table", f"{head}\n```\n{window.table()}\n```", window.step)
+    tables = f"{head}\n```\n{window.table()}\n```\nsince the start\n```\n{format_table(since_start)}\n```"
+    writer.add_text("profile/table", tables, window.step)
     if verdict is not None:
         writer.add_text("profile/verdict", f"```\n{verdict.text()}\n```", window.step)
 

@@ -26,7 +26,7 @@ from dflash_lightning.pipeline.windows import (
     seconds,
     with_other,
 )
-from dflash_lightning.profiling import Event, _prof_add, process_stats
+from dflash_lightning.profiling import Event, ProfileStats, StageTotal, _prof_add, process_stats
 
 TRACE_FILE = "trace.json"
 _WINDOWS_KEPT = 30  # the verdict is over these
@@ -102,7 +102,7 @@ class StageProfilerCallback(Callback):
         self._ends.append(now)
         if not trainer.is_global_zero:
             if now - self._last_report >= min(_RANK_REPORT_SECONDS, self.profile_interval / 4):
-                self._report(finished=False)
+                self._report(pl_module, finished=False)
         # One point a window: never two at one global step.
         elif now - self.last_profile_log >= self.profile_interval and trainer.global_step > self._step_logged:
             self._close_window(trainer, pl_module, "interval")
@@ -133,15 +133,16 @@ class StageProfilerCallback(Callback):
         self._running = False
         self._undo_spans()
         if not trainer.is_global_zero:
-            self._report(finished=True)
+            self._report(pl_module, finished=True)
             return
         deadline = time.monotonic() + (_LAST_REPORTS_SECONDS if how == "end" else 0.2)
         while time.monotonic() < deadline and not all(p.finished for p in self._rank_profiles().values()):
             time.sleep(0.01)
         self._close_window(trainer, pl_module, how)
 
-    def _report(self, finished: bool) -> None:
+    def _report(self, pl_module: LightningModule, finished: bool) -> None:
         """Rank above 0: give the spans to local rank 0."""
+        _collect_device_times(pl_module)
         send = getattr(self._source, "send_profile", None)
         steps = self._steps.take()
         if send is not None:
@@ -153,6 +154,7 @@ class StageProfilerCallback(Callback):
         return found() if found is not None else {}
 
     def _close_window(self, trainer: Trainer, pl_module: LightningModule, how: str) -> None:
+        _collect_device_times(pl_module)
         now = time.perf_counter()
         start, wall, self.last_profile_log = self.last_profile_log, now - self.last_profile_log, now
         own = f"rank{trainer.global_rank}"
@@ -206,7 +208,7 @@ class StageProfilerCallback(Callback):
             write_chrome_trace(Path(trainer.default_root_dir) / TRACE_FILE, self._events(trainer, 0.0))
         if isinstance(trainer.logger, TensorBoardLogger):
             writer = trainer.logger.experiment
-            write_texts(writer, window, _verdict(self._windows))
+            write_texts(writer, window, self._since_start(), _verdict(self._windows))
             since, until = self._ends[0], self._ends[-1]
             if until > since:
                 picture = draw_timeline(self._events(trainer, since), since, until)
@@ -214,6 +216,15 @@ class StageProfilerCallback(Callback):
             writer.flush()
         self._extras_end = time.perf_counter()
         self._extras_cost = self._extras_end - started
+
+    def _since_start(self) -> dict[str, StageTotal]:
+        """Every stage of all processes since they started."""
+        lanes = [process_stats(), *(p.stats for p in self._rank_profiles().values())]
+        lanes += self._source.lanes().values() if self._source is not None else ()
+        together = ProfileStats()
+        for stats in lanes:
+            together.merge(stats)
+        return together.cumulative()
 
     def _events(self, trainer: Trainer, since: float) -> dict[str, list[Event]]:
         """The newest spans: a lane a producer, this rank's main thread, its loader, and the other ranks."""
@@ -228,6 +239,12 @@ class StageProfilerCallback(Callback):
         for rank, profile in self._rank_profiles().items():
             lanes[f"rank{rank}"] = [e for found in profile.stats.events(since).values() for e in found]
         return lanes
+
+
+def _collect_device_times(pl_module: LightningModule) -> None:
+    collect = getattr(pl_module, "collect_device_times", None)
+    if collect is not None:
+        collect()
 
 
 def _verdict(windows: deque[Window]) -> Verdict | None:

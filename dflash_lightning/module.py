@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dflash_lightning.batch import BatchSpec, HiddenStateBatch
+from dflash_lightning.device_times import DeviceTimes, device_times
 from dflash_lightning.drafter.attention import attention_mask, resolve_backend
 from dflash_lightning.drafter.config import build_draft_config, target_layer_ids
 from dflash_lightning.drafter.layout import BlockLayout, make_block_layout
@@ -143,7 +144,8 @@ class DFlashModule(LightningModule):
         self._grad_norm: Tensor | None = None
         self._total_steps = 0
         self._optimizer_settings: list[dict[str, Any]] = []
-        self._optimizer_step_started = 0.0
+        self._optimizer_step_started: tuple[float, Any] = (0.0, None)
+        self._device_times = DeviceTimes(None)
 
     def batch_spec(self) -> BatchSpec:
         """What a producer and a loader must deliver for this module's training step."""
@@ -186,6 +188,7 @@ class DFlashModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_fit_start(self) -> None:
+        self._device_times = device_times(self.device)
         if self.global_rank > 0:
             # A checkpoint holds rank 0's counters; every rank loads them, so the others must not add them again.
             self.train_metrics.reset()
@@ -218,9 +221,9 @@ class DFlashModule(LightningModule):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.drafter.fc.weight.dtype
         embeddings_NKH = frozen.embedding(block_ids_NK).to(dtype)
         self._make_masks(layout)
-        with span("dflash.layers"):
+        with self._inner_span("dflash.layers"):
             states_NKH = self.drafter(embeddings_NKH, hidden_TF, layout, attention=self.attention)
-        with span("dflash.loss"):
+        with self._inner_span("dflash.loss"):
             head = LMHead(frozen.weight, frozen.bias, softcap=frozen.logit_softcap, final_norm=frozen.final_norm)
             return self.objective(states_NKH, batch, head)
 
@@ -228,7 +231,9 @@ class DFlashModule(LightningModule):
         """Make the attention masks here instead of inside the drafter, so that each kind has a span of its own."""
         backend = resolve_backend(self.attention, layout.anchors.device)
         for window, causal_block in self.drafter.mask_kinds():
-            with span("dflash.create_block_mask_full" if window is None else "dflash.create_block_mask_swa"):
+            with self._inner_span(
+                "dflash.create_block_mask_full" if window is None else "dflash.create_block_mask_swa"
+            ):
                 attention_mask(layout, window, causal_block, backend)
 
     def training_step(self, batch: HiddenStateBatch, batch_idx: int) -> Tensor:
@@ -254,7 +259,7 @@ class DFlashModule(LightningModule):
             super().backward(loss, *args, **kwargs)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        self._optimizer_step_started = time.perf_counter()
+        self._optimizer_step_started = (time.perf_counter(), self._device_times.begin())
 
     def configure_gradient_clipping(
         self,
@@ -285,7 +290,9 @@ class DFlashModule(LightningModule):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
-        _prof_add("drafter.optimizer_step", time.perf_counter() - self._optimizer_step_started)
+        started, begun = self._optimizer_step_started
+        _prof_add("drafter.optimizer_step", time.perf_counter() - started)
+        self._device_times.end("drafter.optimizer_step", begun)
 
     # Logging: one copy from the device a logging interval, every scalar at trainer.global_step.
 
@@ -324,8 +331,18 @@ class DFlashModule(LightningModule):
     def _span(self, stage: str) -> Iterator[None]:
         """A span of the main thread, which the trainer's own profiler receives too."""
         trainer: Any = self.trainer
-        with trainer.profiler.profile(f"[dflash]{stage}"), span(stage):
+        with trainer.profiler.profile(f"[dflash]{stage}"), self._inner_span(stage):
             yield
+
+    @contextmanager
+    def _inner_span(self, stage: str) -> Iterator[None]:
+        """A span on the host's clock, and on the device's where it has one."""
+        with span(stage), self._device_times.span(stage):
+            yield
+
+    def collect_device_times(self) -> None:
+        """Bring what the device has finished into the process's stage times; waits for nothing."""
+        self._device_times.collect()
 
     def _write(self, scalars: dict[str, float]) -> None:
         self.last_logged.update(scalars)

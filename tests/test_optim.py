@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dflash_lightning.optim import MuonAdamW
+from dflash_lightning.optim import Muon, MuonAdamW
 from dflash_lightning.schedules import HiddenStateNoise, WarmupCosineLR
 
 
@@ -104,3 +104,21 @@ def test_bad_noise_is_named() -> None:
         HiddenStateNoise(distribution="cauchy")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"strength=-1"):
         HiddenStateNoise(strength=-1)
+
+
+def test_muon_steps_as_torchs_own_does() -> None:
+    torch.manual_seed(0)
+    start = [torch.randn(shape) for shape in ((24, 40), (40, 24), (24, 40), (16, 16))]
+    ours, theirs = ([nn.Parameter(m.clone()) for m in start] for _ in range(2))
+    options = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9}
+    mine = Muon(ours, **options)
+    reference = torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **options)
+    for _ in range(4):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        mine.step()
+        reference.step()
+    for a, b, m in zip(ours, theirs, start, strict=True):
+        # Theirs iterates in bfloat16.
+        assert (a - b).norm() < 0.03 * (a - m).norm()

@@ -12,9 +12,12 @@ _STEPS_KEPT = 10_000
 # A top-level span -> what the main thread's time right before it is.
 _GAPS = {
     "drafter.forward": "drafter.batch_start",
+    "drafter.backward": "drafter.in_step",
+    "drafter.optimizer_step": "drafter.in_step",
     "drafter.queue_wait": "drafter.between_steps",
     "drafter.checkpoint": "drafter.between_steps",
     "drafter.metrics_sync": "drafter.between_steps",
+    "drafter.acceptance": "drafter.between_steps",
 }
 
 
@@ -35,8 +38,8 @@ class OwnSteps:
     def end_batch(self) -> None:
         """A batch has ended: its spans are those since the last one.
 
-        Gaps before a batch's forward pass and between two steps become spans too: they are Lightning's loop, the
-        callbacks and the logger.
+        Gaps before, inside and between two steps become spans too: they are Lightning's loop, the callbacks and the
+        logger.
         """
         events, _ = process_stats().own_events(self._mark)
         for stage, seconds, end in events:

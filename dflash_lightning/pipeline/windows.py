@@ -25,7 +25,9 @@ TOP_LEVEL = (
     "drafter.metrics_sync",
     "drafter.validation",
     "drafter.checkpoint",
+    "drafter.acceptance",
     "drafter.batch_start",
+    "drafter.in_step",
     "drafter.between_steps",
     "drafter.profile",
 )

@@ -16,7 +16,7 @@ from dflash_lightning.callbacks import DrafterCheckpoint, StageProfilerCallback
 from dflash_lightning.callbacks.panels import LAYOUT
 from dflash_lightning.callbacks.stage_profiler import TRACE_FILE
 from dflash_lightning.pipeline.windows import PROFILE_FILE, read_windows
-from dflash_lightning.profiling import ProfileStats, process_stats
+from dflash_lightning.profiling import STAGES, ProfileStats, process_stats
 
 # What an inline run on a CPU has; the others need a device, an own process or flex attention.
 INLINE_STAGES = {
@@ -91,6 +91,23 @@ def test_an_interval_shorter_than_a_step_gives_a_window_each_step(make_run, writ
     assert "save_checkpoint" not in vars(trainer), "what it wrapped is as before"
 
 
+def test_a_synthetic_run_shows_every_stage_there_is(make_run, write_chats) -> None:
+    class AllStages(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            for index, stage in enumerate(STAGES, start=1):
+                process_stats().add(stage, index * 1e-5)
+
+    trainer, module, data = make_run(write_chats(60), callbacks=[AllStages(), StageProfilerCallback(600)])
+    trainer.fit(module, datamodule=data)
+    events = events_of(trainer.default_root_dir)
+    for stage in STAGES:
+        for kind in ("avg_ms", "max_ms", "total_s", "share", "count"):
+            assert len(events.Scalars(f"profile/{kind}/{stage}")) == 1
+        assert events.Scalars(f"profile/count/{stage}")[0].value >= 6
+    table = events.Tensors("profile/table/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert all(table.count(stage) >= 2 for stage in STAGES), "in the window's table and in that since the start"
+
+
 def test_a_training_shorter_than_the_interval_gives_one_window_at_its_end(make_run, write_chats) -> None:
     trainer, module, data = make_run(write_chats(60), callbacks=[StageProfilerCallback(600)])
     trainer.fit(module, datamodule=data)
@@ -110,8 +127,8 @@ def test_spans_cover_the_main_thread(make_run, write_chats) -> None:
     (window,) = read_windows(trainer.default_root_dir)
     other = window.lanes["rank0"]["drafter.other"].total
     assert window.coverage() * window.wall + other == pytest.approx(window.wall)
-    # Steps of a few milliseconds: what Lightning does inside one weighs most here.
-    assert window.coverage() > 0.9
+    # Steps of a few milliseconds: what Lightning does around them weighs most here.
+    assert window.coverage() >= 0.98
 
 
 def test_a_callback_that_raises_leaves_one_last_window(make_run, write_chats) -> None:
