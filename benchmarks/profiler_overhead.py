@@ -4,7 +4,8 @@ Rounds of the three alternate, so that a noisy machine disturbs them alike; the 
 counts, as in `timeit`. Also: memory over 100,000 spans of ten stages.
 
 `--run` adds what profiling costs a finished run, from its own counters: spans a step times their cost, and the
-callback's time. `--pairs` trains the quickstart so many times with profiling on and off, in turns, and compares the step times.
+callback's time. `--pairs` trains the quickstart so many times with profiling on and off, in turns, and compares the
+step times.
 
     python benchmarks/profiler_overhead.py [--spans 10000] [--rounds 41] [--run runs/quickstart] [--pairs 3]
 """

@@ -104,6 +104,7 @@ def _actions(window: Window, measured: Measured) -> tuple[Action, ...]:
     options: list[tuple[str, Measured, Settings]] = []
     if now.producers:
         options.append(("one more producer", measured, replace(now, producers=now.producers + 1)))
+        options.append(("one more drafter", measured, replace(now, ranks=now.ranks + 1)))
         if now.ranks > 1:
             moved = replace(now, producers=now.producers + 1, ranks=now.ranks - 1)
             options.append(

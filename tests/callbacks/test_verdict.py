@@ -73,7 +73,9 @@ def test_the_group_counts_where_rank_0_alone_never_waits() -> None:
 
 
 def test_idle_producers_mean_drafter_bound_and_idle_both_transport_bound() -> None:
-    assert judge([window(5, 1, busy=0.5, wait=0.0)]).kind == "drafter-bound"
+    verdict = judge([window(5, 1, busy=0.5, wait=0.0)])
+    assert verdict.kind == "drafter-bound"
+    assert {a.change: a.gain for a in verdict.actions}["one more drafter"] == pytest.approx(1.0, abs=0.1)
     assert judge([window(5, 3, busy=0.4, wait=0.6)]).kind == "transport-bound"
     level = STEP / FORWARD * 5  # ranks that eat what five producers make
     assert level == pytest.approx(2, rel=0.02)
