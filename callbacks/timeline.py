@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash_lightning.pipeline.windows import PACK_STAGES
 from dflash_lightning.profiling import STAGES, Event
 
 Lanes = Mapping[str, Sequence[Event]]
@@ -19,6 +20,7 @@ _COLOURS = {
     "target.model_forward": (31, 119, 180),
     "target.pack_hidden": (44, 160, 44),
     "target.copy_to_host": (152, 223, 138),
+    "target.cache_write": (0, 100, 0),
     "target.queue_put_wait": (200, 200, 200),
     "drafter.queue_wait": (190, 190, 190),
     "drafter.copy_to_device": (219, 219, 141),
@@ -86,7 +88,7 @@ def write_chrome_trace(file: Path, lanes: Lanes) -> None:
         events.append({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}})
         for stage, seconds, ended in spans:
             # A worker's two threads overlap: spans of a track must nest.
-            tid = 1 if stage in ("target.pack_hidden", "target.copy_to_host") else 0
+            tid = 1 if stage in PACK_STAGES else 0
             begin = {"name": stage, "ph": "X", "pid": pid, "tid": tid, "cat": stage.split(".")[0]}
             events.append(begin | {"ts": (ended - seconds) * 1e6, "dur": seconds * 1e6})
     partial = file.with_name(file.name + ".partial")

@@ -15,13 +15,14 @@ from dflash_lightning.batch import BatchSpec, Cursor
 from dflash_lightning.cursor import CursorCallback
 from dflash_lightning.loader import HiddenStateLoader, LoaderConfig
 from dflash_lightning.placement import check_devices, node_ranks, share_pool, threads_per_worker
+from dflash_lightning.producer.cache import check_cache_options
+from dflash_lightning.producer.cached import cache_report, with_cache
 from dflash_lightning.producer.plan import BatchPlan, plan_fingerprint
 from dflash_lightning.producer.pool import ProducerPool
-from dflash_lightning.producer.produce import ProducerConfig
-from dflash_lightning.producer.slots import SlotShape, check_memory
+from dflash_lightning.producer.produce import ProducerConfig, producer_config
+from dflash_lightning.producer.slots import check_memory
 from dflash_lightning.producer.source import InlineSource, Source
 from dflash_lightning.row_sets import RowSets
-from dflash_lightning.target.resolve import load_target_config, resolve_target
 
 Device = int | Literal["cpu"]
 
@@ -43,9 +44,13 @@ class HiddenStateDataModule(LightningDataModule):
         reuse: training steps on one produced batch, each with fresh anchors and noise.
         max_restarts: restarts of a killed worker before the run fails.
         on_plan_change: at resume with other data, seed or budget: "error", or "restart_epoch".
-        cache_dir: reserved for a cache of hidden states; only None is accepted so far.
+        cache_dir: folder of the hidden-state cache: what the target made once is read from there; None keeps nothing.
+        cache_mode: "write-through" stores what is not there yet, "read-only" never writes.
+        cache_limit_gb: most GB (10^9 bytes) that cache_dir may hold; None fills the disk.
         min_supervised_tokens: rows with fewer supervised tokens are left out.
         seed: seed of plan, anchors and noise.
+        train_weights: one an entry of train: how often its records are taken; 0.5 takes half of them, always the same.
+        val_fraction: share of the train rows held out for validation, by prompt; the same rows in every run.
         target_dtype: dtype of target and hidden states: "auto" (as stored) or a torch dtype's name.
         attn_implementation: the target's attention in transformers; None lets it choose.
         target_compile: compile the target's layers.
@@ -68,8 +73,12 @@ class HiddenStateDataModule(LightningDataModule):
         max_restarts: int = 3,
         on_plan_change: Literal["error", "restart_epoch"] = "error",
         cache_dir: str | None = None,
+        cache_mode: Literal["write-through", "read-only"] = "write-through",
+        cache_limit_gb: float | None = None,
         min_supervised_tokens: int = 2,
         seed: int = 0,
+        train_weights: list[float] | None = None,
+        val_fraction: float = 0.0,
         target_dtype: str = "auto",
         attn_implementation: str | None = None,
         target_compile: bool = False,
@@ -93,8 +102,7 @@ class HiddenStateDataModule(LightningDataModule):
                 f"data.token_budget={token_budget} is smaller than data.max_seq_len={max_seq_len}: "
                 "the longest row must fit a batch"
             )
-        if cache_dir is not None:
-            raise ValueError(f"data.cache_dir={cache_dir!r}: hidden states are not cached yet; leave it out")
+        check_cache_options(cache_dir, cache_mode, cache_limit_gb)
         if target_dtype != "auto" and not isinstance(getattr(torch, target_dtype, None), torch.dtype):
             raise ValueError(f"data.target_dtype={target_dtype!r}: 'auto' or a torch dtype such as 'bfloat16'")
         self.target = target
@@ -105,6 +113,8 @@ class HiddenStateDataModule(LightningDataModule):
             max_seq_len=max_seq_len,
             min_supervised_tokens=min_supervised_tokens,
             trust_remote_code=trust_remote_code,
+            train_weights=train_weights,
+            val_fraction=val_fraction,
         )
         self.target_devices = list(target_devices)
         self.token_budget = token_budget
@@ -117,6 +127,8 @@ class HiddenStateDataModule(LightningDataModule):
         self.max_restarts = max_restarts
         self.on_plan_change = on_plan_change
         self.cache_dir = cache_dir
+        self.cache_mode = cache_mode
+        self.cache_limit_gb = cache_limit_gb
         self.min_supervised_tokens = min_supervised_tokens
         self.seed = seed
         self.target_dtype = target_dtype
@@ -146,8 +158,8 @@ class HiddenStateDataModule(LightningDataModule):
         names = {"fit": ("train", "val"), "validate": ("val",)}.get(stage)
         if names is None:
             raise ValueError(f"the data module serves `fit` and `validate`, not {stage!r}")
-        if stage == "validate" and not self.row_sets.val:
-            raise ValueError("data.val is not set: nothing to validate on")
+        if stage == "validate" and not self.row_sets.has_val:
+            raise ValueError("neither data.val nor data.val_fraction is set: nothing to validate on")
         check_devices(self.target_devices, trainer)
         # Only where this process has not prepared them just now: finding a raw file's rows reads the whole file.
         prepared, self._prepared = self._prepared or self.row_sets.ensure(), None
@@ -185,9 +197,7 @@ class HiddenStateDataModule(LightningDataModule):
         if "val" not in self._folders:
             warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
             return []
-        plan = BatchPlan(
-            self._lengths["val"], token_budget=self.token_budget, num_buckets=self.num_buckets, shuffle=False
-        )
+        plan = self._val_plan()
         return self._loader("val", lambda _epoch: plan, lambda: Cursor(0, 0, 0))
 
     def teardown(self, stage: str) -> None:
@@ -277,8 +287,20 @@ class HiddenStateDataModule(LightningDataModule):
             raise ValueError("HiddenStateDataModule needs a module with batch_spec(), such as DFlashModule")
         return module.batch_spec()
 
+    def _val_plan(self) -> BatchPlan:
+        return BatchPlan(
+            self._lengths["val"], token_budget=self.token_budget, num_buckets=self.num_buckets, shuffle=False
+        )
+
     def _start_source(self, spec: BatchSpec, trainer: Trainer) -> Source:
         config = self._producer_config(spec)
+        if self.cache_dir is not None:
+            writers = len(self.target_devices) * trainer.num_nodes or trainer.world_size
+            options = {"mode": self.cache_mode, "limit_gb": self.cache_limit_gb, "writers": writers}
+            config = with_cache(config, self.cache_dir, **options)
+            if trainer.is_global_zero:
+                plans = {"train": lambda: self.plan(0), "val": self._val_plan}
+                rank_zero_info(cache_report(config, {name: plans[name]() for name in self._folders}))
         if not self.target_devices:
             return InlineSource(config, trainer.strategy.root_device)
         ranks = node_ranks(trainer)
@@ -302,19 +324,14 @@ class HiddenStateDataModule(LightningDataModule):
         return share_pool(trainer, start)
 
     def _producer_config(self, spec: BatchSpec) -> ProducerConfig:
-        config = load_target_config(self.target, self.trust_remote_code)
-        dtype = self.target_dtype
-        if dtype == "auto":
-            stored = getattr(config, "dtype", None) or config.get_text_config().dtype or torch.float32
-            dtype = str(stored).removeprefix("torch.")
-        hidden = config.get_text_config().hidden_size
-        return ProducerConfig(
-            target=resolve_target(self.target),
-            layer_ids=spec.target_layer_ids,
+        return producer_config(
+            self.target,
+            spec.target_layer_ids,
             last_hidden_state=spec.last_hidden_state,
             rows=self._folders,
+            token_budget=self.token_budget,
             max_seq_len=self.max_seq_len,
-            shape=SlotShape(self.token_budget, spec.hidden_width, hidden if spec.last_hidden_state else 0, dtype),
+            dtype=self.target_dtype,
             attn_implementation=self.attn_implementation,
             trust_remote_code=self.trust_remote_code,
             compile=self.target_compile,

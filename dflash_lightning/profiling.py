@@ -22,6 +22,7 @@ STAGES = (
     "target.model_forward",
     "target.pack_hidden",
     "target.copy_to_host",
+    "target.cache_write",
     "target.queue_put_wait",
     "drafter.queue_wait",
     "drafter.copy_to_device",

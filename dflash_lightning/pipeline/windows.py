@@ -34,7 +34,7 @@ TOP_LEVEL = (
 OTHER = "drafter.other"
 # A worker runs these in two threads, side by side.
 FORWARD_STAGES = ("target.load_batch", "target.model_forward")
-PACK_STAGES = ("target.pack_hidden", "target.copy_to_host")
+PACK_STAGES = ("target.pack_hidden", "target.copy_to_host", "target.cache_write")
 _COMPILED = ("drafter.forward", "dflash.create_block_mask_swa", "dflash.create_block_mask_full", "target.model_forward")
 
 Lane = dict[str, StageTotal]

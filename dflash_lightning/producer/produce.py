@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from dflash_lightning.producer.cache import CacheConfig
+from dflash_lightning.producer.rows import BatchRows, RowReader
 from dflash_lightning.producer.slots import SlotShape, SlotViews
 from dflash_lightning.profiling import span
+from dflash_lightning.target.resolve import load_target_config, resolve_target
 from dflash_lightning.target.tap import TappedTarget, pack_hidden, pad_rows
 
 
@@ -29,6 +32,7 @@ class ProducerConfig:
     trust_remote_code: bool = False
     compile: bool = False
     num_threads: int | None = None
+    cache: CacheConfig | None = None
     kind: str = "dflash_lightning.producer.produce:RowProducer"  # what makes the batches, "module:class"
 
     def to_json(self) -> dict[str, Any]:
@@ -36,7 +40,53 @@ class ProducerConfig:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ProducerConfig:
-        return cls(**{**data, "layer_ids": tuple(data["layer_ids"]), "shape": SlotShape(**data["shape"])})
+        cache = data["cache"] and CacheConfig(**data["cache"])
+        typed = {"layer_ids": tuple(data["layer_ids"]), "shape": SlotShape(**data["shape"]), "cache": cache}
+        return cls(**{**data, **typed})
+
+
+def producer_config(
+    target: str,
+    layer_ids: Sequence[int],
+    *,
+    last_hidden_state: bool,
+    rows: dict[str, str],
+    token_budget: int,
+    max_seq_len: int,
+    dtype: str = "auto",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    compile: bool = False,
+    num_threads: int | None = None,
+) -> ProducerConfig:
+    """What producers of a run need, with the sizes that follow from the target's config.
+
+    Args:
+        target: as for `resolve_target`.
+        dtype: of target and hidden states: a torch dtype's name, or "auto" (as the target is stored).
+    """
+    config = load_target_config(target, trust_remote_code)
+    text = config.get_text_config()
+    if dtype == "auto":
+        stored = getattr(config, "dtype", None) or text.dtype or torch.float32
+        dtype = str(stored).removeprefix("torch.")
+    hidden = text.hidden_size
+    return ProducerConfig(
+        target=resolve_target(target),
+        layer_ids=tuple(layer_ids),
+        last_hidden_state=last_hidden_state,
+        rows=rows,
+        max_seq_len=max_seq_len,
+        shape=SlotShape(token_budget, len(layer_ids) * hidden, hidden if last_hidden_state else 0, dtype),
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        compile=compile,
+        num_threads=num_threads,
+    )
+
+
+class TargetLoadError(RuntimeError):
+    """The target could not be loaded when a batch asked for it; asking again would not help."""
 
 
 class Producer(Protocol):
@@ -51,20 +101,32 @@ class Producer(Protocol):
         ...
 
 
-def make_producer(config: ProducerConfig, device: torch.device | str) -> Producer:
-    """The producer that `config.kind` names."""
-    module, name = config.kind.split(":")
-    return getattr(importlib.import_module(module), name)(config, device)
+def make_producer(
+    config: ProducerConfig, device: torch.device | str, before_load: Callable[[], None] = lambda: None
+) -> Producer:
+    """The producer that `config.kind` names, behind the hidden-state cache where there is one.
+
+    Args:
+        before_load: called before the target is loaded, which a cache may put off for ever.
+    """
+
+    def load() -> Producer:
+        before_load()
+        module, name = config.kind.split(":")
+        return getattr(importlib.import_module(module), name)(config, device)
+
+    if config.cache is None:
+        return load()
+    from dflash_lightning.producer.cached import CachedProducer  # it needs this module
+
+    return CachedProducer(config, load)
 
 
 @dataclass
 class _Forwarded:
     """A padded batch after the target's forward pass."""
 
-    stream: str
-    numbers: Sequence[int]
-    ids: list[list[int]]
-    masks: list[list[int]]
+    rows: BatchRows
     taps: list[Tensor]  # each [B, S, H]
     done: Any  # CUDA event of the forward pass, or None
 
@@ -78,11 +140,9 @@ class RowProducer:
     """
 
     def __init__(self, config: ProducerConfig, device: torch.device | str) -> None:
-        import datasets
-
         self.config = config
         self.device = torch.device(device)
-        self.rows = {name: datasets.load_from_disk(path) for name, path in config.rows.items()}
+        self.rows = RowReader(config.rows, config.max_seq_len)
         self.target = TappedTarget(
             config.target,
             config.layer_ids,
@@ -103,11 +163,9 @@ class RowProducer:
 
     def forward(self, stream: str, numbers: Sequence[int]) -> _Forwarded:
         with span("target.load_batch"):
-            loaded = self.rows[stream][list(numbers)]
-            ids = [row[: self.config.max_seq_len] for row in loaded["input_ids"]]
-            masks = [row[: self.config.max_seq_len] for row in loaded["loss_mask"]]
-            assert sum(map(len, ids)) <= self.config.shape.max_tokens, "the plan's token budget is the slot's size"
-            ids_BS = pad_rows(ids)
+            rows = self.rows.load(stream, numbers)
+            assert sum(rows.lengths) <= self.config.shape.max_tokens, "the plan's token budget is the slot's size"
+            ids_BS = pad_rows(rows.ids)
         with span("target.model_forward"):
             taps = self.target.forward(ids_BS)
             event = None
@@ -116,7 +174,7 @@ class RowProducer:
                 event.record()
                 # sync: a worker has nothing to do but this forward pass, and its time must not be booked elsewhere.
                 event.synchronize()
-        return _Forwarded(stream, numbers, ids, masks, taps, event)
+        return _Forwarded(rows, taps, event)
 
     @torch.inference_mode()
     def pack(self, made: _Forwarded, out: SlotViews) -> list[int]:
@@ -130,24 +188,23 @@ class RowProducer:
 
     def _pack(self, made: _Forwarded, out: SlotViews) -> list[int]:
         with span("target.pack_hidden"):
-            lengths = [len(row) for row in made.ids]
+            rows, lengths = made.rows, made.rows.lengths
             for tap in made.taps:
                 if tap.shape[0] != len(lengths) or tap.shape[1] < max(lengths):
                     raise ValueError(
-                        f"rows {list(made.numbers)} of {made.stream}: {max(lengths)} tokens in {len(lengths)} rows, "
+                        f"rows {list(rows.numbers)} of {rows.stream}: {max(lengths)} tokens in {len(lengths)} rows, "
                         f"but {tap.shape[1]} hidden states in {tap.shape[0]} rows"
                     )
             for index, layer in self._bad_rows(made.taps, lengths).items():
                 print(
-                    f"dropped row {made.numbers[index]} of {made.stream}: the target's layer {layer} gave values that "
+                    f"dropped row {rows.numbers[index]} of {rows.stream}: the target's layer {layer} gave values that "
                     "are not finite",
                     flush=True,
                 )
                 lengths[index] = 0
             total = sum(lengths)
             views = out.head(total)
-            _join(made.ids, lengths, views.input_ids)
-            _join(made.masks, lengths, views.loss_mask)
+            rows.write_tokens(lengths, views)
             taps, last = made.taps, views.last_hidden_state
             if total and last is not None:
                 self._write(taps[-1:], lengths, last)
@@ -176,10 +233,3 @@ class RowProducer:
                 if not torch.isfinite(sums_BS[row, :length]).all():
                     bad.setdefault(row, layer)
         return bad
-
-
-def _join(rows: Sequence[Sequence[int]], lengths: Sequence[int], out: Tensor) -> None:
-    """Write the rows one after the other, those of length 0 left out."""
-    kept = [torch.as_tensor(row, dtype=out.dtype) for row, n in zip(rows, lengths, strict=True) if n]
-    if kept:
-        torch.cat(kept, out=out)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from dflash_lightning.producer.produce import ProducerConfig, RowProducer
+from dflash_lightning.producer.produce import ProducerConfig, make_producer
 from dflash_lightning.producer.slots import SlotMemory, SlotViews
 from dflash_lightning.profiling import ProfileStats
 
@@ -97,7 +97,7 @@ class InlineSource:
     """
 
     def __init__(self, config: ProducerConfig, device: torch.device | str) -> None:
-        self._producer = RowProducer(config, device)
+        self._producer = make_producer(config, device)
         self._memory = SlotMemory(config.shape, 1)
         self._lock = threading.Lock()
 
@@ -110,7 +110,7 @@ class InlineSource:
         self._lock.acquire()
         try:
             views = self._memory.views(0)
-            lengths = self._producer.produce(name, rows, views)
+            lengths = self._producer.pack(self._producer.forward(name, rows), views)
         except BaseException:
             self._lock.release()
             raise

@@ -87,17 +87,17 @@ class _Worker:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self._memory = SlotMemory(config.shape, count, memory_fd)
-        if setup["device"] != "cpu":
-            self._memory.pin()
-        self._producer = make_producer(config, setup["device"])
+        # Pinning takes the device: a worker that finds everything in the cache leaves it alone.
+        pin = (lambda: None) if setup["device"] == "cpu" else self._memory.pin
+        self._producer = make_producer(config, setup["device"], pin)
         threading.Thread(target=self._pack, args=(config.num_threads,), daemon=True).start()
         self.send({"op": "ready"})
         while True:
             request = self._requests.get()
             try:
                 made = self._producer.forward(request["stream"], request["rows"])
-            except Exception:
-                self._failed(request)
+            except Exception as error:
+                self._failed(request, error)
                 continue
             with span("target.queue_put_wait"):
                 self._made.put((request, made))
@@ -114,15 +114,20 @@ class _Worker:
             request, made = self._made.get()
             try:
                 lengths = self._producer.pack(made, self._memory.views(request["slot"]))
-            except Exception:
-                self._failed(request)
+            except Exception as error:
+                self._failed(request, error)
                 continue
             finally:
                 del made  # the taps' memory is the next batch's
             spans, reported = process_stats().report(since=reported), time.perf_counter()
             self._answer(request, {"op": "done", "lengths": lengths, "spans": spans})
 
-    def _failed(self, request: Message) -> None:
+    def _failed(self, request: Message, error: Exception) -> None:
+        from dflash_lightning.producer.produce import TargetLoadError
+
+        if isinstance(error, TargetLoadError):  # as if it had come up before the first batch: the run ends
+            self._answer(request, {"op": "error", "traceback": traceback.format_exc()})
+            return
         self._answer(request, {"op": "failed", "traceback": traceback.format_exc(), "spans": None})
 
     def _answer(self, request: Message, message: Message) -> None:

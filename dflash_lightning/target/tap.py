@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dflash_lightning.target.loading import decoder_of, layers_of, load_model
@@ -113,7 +115,7 @@ class TappedTarget:
         return self._taps.take()
 
 
-def pad_rows(rows: Sequence[Sequence[int]], pad_id: int = 0) -> Tensor:
+def pad_rows(rows: Sequence[Sequence[int] | NDArray[np.integer]], pad_id: int = 0) -> Tensor:
     """Right-padded token ids, [B, S] int64. Padding is never read by the real tokens, so any id in range will do."""
     width = max(len(row) for row in rows)
     ids_BS = torch.full((len(rows), width), pad_id, dtype=torch.int64)

@@ -13,22 +13,46 @@ def lengths(count: int = 2000, seed: int = 0) -> np.ndarray:
     return np.clip(rng.lognormal(4.5, 0.7, count), 2, 500).astype(np.int64)
 
 
+def batches(plan: BatchPlan) -> list[list[int]]:
+    return [plan[i] for i in range(len(plan))]
+
+
 def test_every_row_once_and_within_the_budget() -> None:
     rows = lengths()
     plan = BatchPlan(rows, token_budget=2048, seed=3, epoch=2)
-    batches = [plan[i] for i in range(len(plan))]
-    assert sorted(r for b in batches for r in b) == list(range(len(rows)))
-    assert all(len(b) * rows[b].max() <= 2048 for b in batches)
+    assert sorted(r for b in batches(plan) for r in b) == list(range(len(rows)))
+    assert all(len(b) * rows[b].max() <= 2048 for b in batches(plan))
     assert plan.padding_waste() < 0.05
 
 
-def test_same_arguments_same_plan_other_epoch_other_plan() -> None:
+def test_same_arguments_same_plan_other_seed_other_batches() -> None:
     rows = lengths()
-    plans = [BatchPlan(rows, token_budget=2048, seed=3, epoch=e) for e in (0, 0, 1)]
-    first, again, later = ([p[i] for i in range(len(p))] for p in plans)
+    first, again, other = (batches(BatchPlan(rows, token_budget=2048, seed=s, epoch=1)) for s in (3, 3, 4))
     assert first == again
-    assert first != later
-    assert {frozenset(b) for b in first} != {frozenset(b) for b in later}, "rows meet other rows in another epoch"
+    assert {tuple(b) for b in first} != {tuple(b) for b in other}
+
+
+def test_an_epoch_changes_the_order_of_the_batches_and_nothing_in_them() -> None:
+    rows = lengths()
+    first, later, third = (batches(BatchPlan(rows, token_budget=2048, seed=3, epoch=e)) for e in (0, 1, 2))
+    assert first != later != third
+    assert sorted(first) == sorted(later) == sorted(third), "the same rows in the same order: padding and all"
+
+
+def test_without_shuffling_batches_follow_length() -> None:
+    rows = lengths()
+    plan = BatchPlan(rows, token_budget=2048, num_buckets=3, shuffle=False, seed=1, epoch=5)
+    assert batches(plan) == batches(BatchPlan(rows, token_budget=2048, num_buckets=3, shuffle=False))
+    tokens = [rows[b] for b in batches(plan)]
+    assert all((np.diff(t) <= 0).all() for t in tokens), "longest first"
+    thirds = [np.concatenate(part) for part in np.array_split(np.array(tokens, dtype=object), 3)]
+    assert thirds[0].mean() < thirds[1].mean() < thirds[2].mean()
+
+
+def test_little_is_padding_at_the_size_of_a_real_run() -> None:
+    rng = np.random.default_rng(0)
+    rows = np.clip(rng.lognormal(np.log(2200) - 0.7**2 / 2, 0.7, 100_000), 2, 8192).astype(np.int64)
+    assert BatchPlan(rows, token_budget=49152, num_buckets=6).padding_waste() < 0.02
 
 
 @pytest.mark.parametrize("count", [1, 7, 500, 2000])

@@ -255,7 +255,7 @@ def test_b05_missing_state_rows_are_an_error_that_names_both_counts(config: Prod
     producer = RowProducer(config, "cpu")
     forward = producer.target.forward
     producer.target.forward = lambda ids: [tap[:, :-1] for tap in forward(ids)]
-    longest = len(producer.rows["train"][4]["input_ids"])
+    (longest,) = producer.rows.load("train", [4]).lengths
     with pytest.raises(ValueError, match=rf"rows \[4\] of train: {longest} tokens.* but {longest - 1} hidden states"):
         producer.produce("train", [4], SlotMemory(config.shape, 1).views(0))
 
