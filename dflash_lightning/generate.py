@@ -1,4 +1,4 @@
-"""`dflash generate`: decode prompts with one or more drafters and without, and compare."""
+"""`dflash generate`: decode prompts with one or more drafters and without, and compare; or chat with one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from dflash_lightning.chat import Chat, run_chat
 from dflash_lightning.cli import add_target_argument, existing_file
 from dflash_lightning.drafter.config import target_layer_ids
 from dflash_lightning.drafter.decoding import SamplingOptions, resolve_num_speculative_tokens
@@ -46,6 +47,7 @@ def print_report(report: Report, title: str = "speculative decoding") -> None:
         f"tokens/s                 {report.tokens_per_second:.1f} with the drafter, "
         f"{report.tokens_per_second_plain:.1f} without ({report.speedup:.2f}x)"
     )
+    console.print(f"batch size               {report.batch_size}")
     if report.lossless is not None:
         verdict = "equals the target's own" if report.lossless else "DIFFERS from the target's own"
         console.print(f"greedy output            {verdict}")
@@ -82,12 +84,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--compare", nargs="+", default=[], metavar="DRAFTER", help="further drafters to compare with")
     parser.add_argument("--prompts", nargs="+", default=[], help="JSONL with `messages` or `prompt`, or plain lines")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt given here; repeatable")
+    parser.add_argument("--chat", action="store_true", help="talk with the target instead; /reset, /quit or Ctrl-D")
+    parser.add_argument("--system", default=None, metavar="TEXT", help="system message of the chat")
+    parser.add_argument("--batch-size", type=int, default=1, help="prompts to decode together (1)")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="most tokens to decode a prompt (256)")
     parser.add_argument(
         "--num-speculative-tokens", type=int, default=None, help="tokens to draft a forward (block size - 1)"
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily (default)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of sampling")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling; prompt i takes seed + i")
     parser.add_argument("--dtype", default="float32", help="dtype of target and drafter (float32)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
@@ -96,12 +101,19 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"--max-new-tokens={args.max_new_tokens}: at least 1")
     if args.temperature < 0:
         raise ValueError(f"--temperature={args.temperature}: not negative")
+    if args.batch_size < 1:
+        raise ValueError(f"--batch-size={args.batch_size}: at least 1")
+    given = {"--prompts": args.prompts, "--prompt": args.prompt, "--compare": args.compare, "--json": args.json}
+    if args.chat and any(given.values()):
+        raise ValueError(f"--chat: goes without {', '.join(name for name, value in given.items() if value)}")
+    if args.system is not None and not args.chat:
+        raise ValueError("--system: only with --chat; a file of prompts can hold system messages")
     prompts = read_prompts([existing_file("--prompts", f) for f in args.prompts])
     prompts += [
         Prompt([{"role": "user", "content": text}], "prompt" if args.prompts else "all") for text in args.prompt
     ]
-    if not prompts:
-        raise ValueError("--prompts: give a file, or --prompt TEXT")
+    if not prompts and not args.chat:
+        raise ValueError("--prompts: give a file, or --prompt TEXT, or --chat")
     names = [args.drafter, *args.compare]
     if len(set(names)) < len(names):
         raise ValueError(f"--compare {' '.join(args.compare)}: a drafter is named twice")
@@ -119,12 +131,17 @@ def main(argv: list[str]) -> int:
     for drafter in drafters.values():
         decoder.target_for(drafter.config)
     options = SamplingOptions(args.max_new_tokens, args.temperature, decoder.stop_ids)
+    if args.chat:
+        return run_chat(
+            Chat(decoder, drafters[args.drafter], options, args.system, args.seed, args.num_speculative_tokens)
+        )
     reports = {
         name: decoder.compare(
             drafter,
             prompts,
             options,
             seed=args.seed,
+            batch_size=args.batch_size,
             progress=not args.json,
             num_speculative_tokens=args.num_speculative_tokens,
         )

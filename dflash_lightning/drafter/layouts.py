@@ -100,9 +100,16 @@ def check_window(config: Qwen3Config, where: str) -> None:
 
 
 def missing_fields(fields: dict[str, Any], fmt: str) -> list[str]:
-    """Required fields that are absent or null."""
+    """Required fields that are absent or null, those that only sliding layers need included."""
+    paths = list(REQUIRED[fmt])
+    prefix = "transformer_layer_config." if fmt == "speculators" else ""
+    layer = fields.get("transformer_layer_config") or {} if prefix else fields
+    if "sliding_attention" in (layer.get("layer_types") or ()):
+        paths += [f"{prefix}sliding_window", f"{prefix}use_sliding_window"]
+        if not (fields.get("dflash_config") or {}).get("sliding_causal", True):
+            paths.append("dflash_config.causal")
     missing = []
-    for path in REQUIRED[fmt]:
+    for path in paths:
         value: Any = fields
         for part in path.split("."):
             value = value.get(part) if isinstance(value, dict) else None

@@ -105,7 +105,7 @@ def _monitored(callbacks: dict[str, Any]) -> dict[str, float]:
 
 def _check_same(config: Qwen3Config, expect: Qwen3Config, path: Path) -> None:
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    keys += ("head_dim", "layer_types", "sliding_window", "rope_parameters")
+    keys += ("head_dim", "layer_types", "sliding_window", "rope_parameters", "vocab_size")
     pairs = {k: (getattr(config, k, None), getattr(expect, k, None)) for k in keys}
     pairs["target_layer_ids"] = (target_layer_ids(config), target_layer_ids(expect))
     pairs["mask_token_id"] = (mask_token_id(config), mask_token_id(expect))

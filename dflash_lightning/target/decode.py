@@ -77,7 +77,7 @@ class TargetDecoder:
             self.check_batch(len(ids))
             self._lengths = [0] * len(ids)
         else:
-            assert len(ids) == len(self._lengths) and {len(row) for row in ids} == {width}
+            assert [len(row) for row in ids] == [width] * len(self._lengths)
         self._lengths = [length + len(row) for length, row in zip(self._lengths, ids, strict=True)]
         # The padding is hidden, so any id in range will do.
         ids_BS = torch.tensor([[0] * (width - len(row)) + list(row) for row in ids], device=self.device)
@@ -120,7 +120,8 @@ class TargetDecoder:
         shift_B1 = total - width - torch.tensor(list(drop), device=self.device)[:, None]
         slots_BW = (torch.arange(width, device=self.device) + shift_B1).clamp(min=0)
         rows_B1 = torch.tensor(list(rows), device=self.device)[:, None]
-        for layer in self._cache.layers:
+        layers: list[Any] = self._cache.layers
+        for layer in layers:
             if layer.keys is not None and layer.values is not None:
                 layer.keys = layer.keys[rows_B1, :, slots_BW].transpose(1, 2)
                 layer.values = layer.values[rows_B1, :, slots_BW].transpose(1, 2)

@@ -74,7 +74,8 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The module that runs embedding, layers and final norm, without the LM head."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     if decoder is None or decoder is model:
-        decoder = getattr(model, model.base_model_prefix)
+        # Llama 4's text model names a prefix that it has no module for.
+        decoder = getattr(model, model.base_model_prefix, None) or model.model
     return decoder
 
 

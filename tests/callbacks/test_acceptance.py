@@ -49,6 +49,19 @@ def test_figures_are_those_of_decoding_with_the_drafter_at_that_step(
         assert scalars[f"acceptance/slot_{k}"][-1][1] == pytest.approx(share, abs=1e-6)
 
 
+def test_the_batch_size_changes_no_figure(make_run, write_chats, prompts: str, tmp_path: Path) -> None:
+    figures = []
+    for size in (1, 2, 8):
+        callback = AcceptanceCallback(prompts, every_n_steps=2, max_new_tokens=12, batch_size=size)
+        trainer, module, data = make_run(
+            write_chats(16), callbacks=[callback], run=f"run{size}", trainer_max_steps=2, model_block_size=3
+        )
+        trainer.fit(module, datamodule=data)
+        scalars = read_scalars(tmp_path / f"run{size}")
+        figures.append({name: value for name, value in scalars.items() if name.startswith("acceptance/")})
+    assert figures[0] == figures[1] == figures[2]
+
+
 def test_training_is_the_same_with_and_without(make_run, write_chats, prompts: str) -> None:
     weights = []
     for callbacks in ([], [AcceptanceCallback(prompts, every_n_steps=1, max_new_tokens=4, max_prompts=1)]):
@@ -87,7 +100,7 @@ def test_accumulation_measures_once_a_step(make_run, write_chats, prompts: str, 
 
 
 def test_the_time_limit_ends_a_measurement(make_run, write_chats, prompts: str) -> None:
-    callback = AcceptanceCallback(prompts, every_n_steps=1, max_new_tokens=4, max_seconds=1e-9)
+    callback = AcceptanceCallback(prompts, every_n_steps=1, max_new_tokens=4, max_seconds=1e-9, batch_size=1)
     trainer, module, data = make_run(write_chats(8), callbacks=[callback], trainer_max_steps=1)
     with pytest.warns(UserWarning, match="1 of 3 prompts"):
         trainer.fit(module, datamodule=data)
@@ -98,6 +111,7 @@ def test_the_time_limit_ends_a_measurement(make_run, write_chats, prompts: str) 
     [
         ({"every_n_steps": 0}, "every_n_steps=0"),
         ({"max_seconds": 0}, "max_seconds=0"),
+        ({"batch_size": 0}, "batch_size=0"),
         ({"prompts": "nowhere.txt"}, "prompts=nowhere.txt"),
         ({"num_speculative_tokens": 4}, "num_speculative_tokens=4"),
     ],

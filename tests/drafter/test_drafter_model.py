@@ -9,6 +9,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model, Qwen3RMSNorm
 
 from dflash_lightning.drafter.config import build_draft_config
+from dflash_lightning.drafter.context import DraftContext
 from dflash_lightning.drafter.layout import make_block_layout
 from dflash_lightning.drafter.metrics import DrafterMetrics
 from dflash_lightning.drafter.model import DFlashDraftModel, RMSNorm
@@ -77,28 +78,33 @@ def test_norm_and_its_gradient_equal_qwen3():
 
 @pytest.mark.parametrize(
     "layers",
-    [{}, {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}],
+    [
+        {},
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
+        {"layer_types": ["sliding_attention", "sliding_attention"], "sliding_window": 4, "sliding_causal": False},
+    ],
 )
 def test_decoding_equals_training(layers, make_batch, make_drafter, embed_blocks):
+    """Rows of different lengths side by side, whose contexts come in pieces of which not everything counts."""
     batch, model = make_batch([30, 20], anchors=[0, 12, 33, 47]), make_drafter(**layers)
     embeddings = embed_blocks(batch)
+    anchors = batch.anchors.tolist()
+    lengths = batch.positions[batch.anchors].tolist()
+    own = [batch.hidden_states[a - n : a] for a, n in zip(anchors, lengths, strict=True)]
     with torch.no_grad():
         trained = model(embeddings, batch.hidden_states, make_block_layout(batch))
-        for number, anchor in enumerate(batch.anchors.tolist()):
-            position = int(batch.positions[anchor])
-            states = batch.hidden_states[anchor - position : anchor]
-            # A growing cache: the context in two pieces.
-            cut = position // 2
-            pieces = [
-                model.context_kv(states[:cut], torch.arange(cut)),
-                model.context_kv(states[cut:], torch.arange(cut, position)),
-            ]
-            context = [
-                (torch.cat([k, more_k], dim=1), torch.cat([v, more_v], dim=1))
-                for (k, v), (more_k, more_v) in zip(*pieces, strict=True)
-            ]
-            decoded = model.decode_block(embeddings[number], position, context)
-            torch.testing.assert_close(decoded, trained[number], atol=1e-5, rtol=1e-5)
+        context = DraftContext(len(anchors))
+        for begin in range(0, max(lengths), 5):
+            pieces = [states[begin : begin + 5] for states in own]
+            # What lies behind a row's piece is foreign, as the states of rejected tokens are.
+            padded = torch.stack([torch.cat([p, torch.full((5 - len(p), own[0].shape[1]), 7.0)]) for p in pieces])
+            model.extend_context(context, padded, [len(piece) for piece in pieces])
+            model.decode_blocks(embeddings, context)  # a block drafted here leaves nothing behind
+        assert context.lengths == lengths
+        torch.testing.assert_close(model.decode_blocks(embeddings, context), trained, atol=1e-5, rtol=1e-5)
+        context.retain([3, 1])
+        decoded = model.decode_blocks(embeddings[[3, 1]], context)
+        torch.testing.assert_close(decoded, trained[[3, 1]], atol=1e-5, rtol=1e-5)
 
 
 def gradients(model, batch, embeddings, **options):

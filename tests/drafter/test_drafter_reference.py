@@ -8,6 +8,7 @@ from transformers import Qwen3Config
 
 from dflash_lightning.batch import HiddenStateBatch
 from dflash_lightning.drafter.attention import dense_mask
+from dflash_lightning.drafter.context import DraftContext
 from dflash_lightning.drafter.layout import make_block_layout
 from dflash_lightning.drafter.metrics import DrafterMetrics, accepted_lengths
 from dflash_lightning.drafter.model import DFlashDraftModel
@@ -64,8 +65,9 @@ def test_inference_blocks(reference):
     model = reference_drafter(reference)
     for number, anchor in enumerate([10, 17, 40]):
         tokens = torch.tensor([reference["inputs/input_ids"][0, anchor], 319, 319, 319])
-        context = model.context_kv(reference["inputs/hidden_states"][0, :anchor], torch.arange(anchor))
-        hidden = model.decode_block(reference["frozen/embed_tokens.weight"][tokens], anchor, context)
+        context = DraftContext(1)
+        model.extend_context(context, reference["inputs/hidden_states"][:, :anchor], [anchor])
+        hidden = model.decode_blocks(reference["frozen/embed_tokens.weight"][tokens][None], context)[0]
         torch.testing.assert_close(hidden, reference["inference/hidden"][number], atol=1e-5, rtol=0)
         logits = head(reference).logits(hidden[1:])
         torch.testing.assert_close(logits, reference["inference/logits"][number], atol=2e-5, rtol=0)

@@ -14,8 +14,9 @@ from transformers import Gemma3Config, LlamaConfig, Qwen3Config
 from dflash_lightning.cli import main
 from dflash_lightning.drafter.attention import dense_mask
 from dflash_lightning.drafter.config import build_draft_config
-from dflash_lightning.drafter.export import FILES, export_drafter
+from dflash_lightning.drafter.export import FILES, check_export, export_drafter
 from dflash_lightning.drafter.layout import make_block_layout
+from dflash_lightning.drafter.layouts import REQUIRED
 from dflash_lightning.drafter.model import DFlashDraftModel
 from dflash_lightning.drafter.weights import load_drafter
 
@@ -252,6 +253,47 @@ def test_missing_tensors_are_refused(make_drafter, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"norm\.weight"):
         export_drafter(file, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"], "nothing half-written is left"
+
+
+@pytest.mark.parametrize("fmt", ["hf", "speculators"])
+@pytest.mark.parametrize("options", [{}, SLIDING, {"sliding_causal": False, **SLIDING}])
+def test_the_exporter_checks_every_field_and_tensor(make_drafter, tmp_path: Path, fmt: str, options: dict) -> None:
+    drafter = make_drafter(**options)
+    out = export_drafter(save_checkpoint(drafter, tmp_path / "a.ckpt"), tmp_path / "out", fmt, dtype="float32").folder
+    tensors, fields = load_file(out / "model.safetensors"), config_of(out)
+    check_export(out, drafter.config, fmt, tensors)
+
+    needed = list(REQUIRED[fmt])
+    if options:
+        needed += [f"{'transformer_layer_config.' if fmt == 'speculators' else ''}sliding_window"]
+    if fmt == "hf" and options.get("sliding_causal") is False:
+        needed += ["dflash_config.causal"]
+    for path in needed:
+        broken = json.loads(json.dumps(fields))
+        *parents, name = path.split(".")
+        home = broken
+        for parent in parents:
+            home = home[parent]
+        del home[name]
+        (out / "config.json").write_text(json.dumps(broken))
+        with pytest.raises(ValueError, match=f"lacks.* {path.replace('.', '[.]')}"):
+            check_export(out, drafter.config, fmt, tensors)
+    layer = fields.get("transformer_layer_config", fields)
+    layer["rope_theta"] = 1.0
+    (out / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="another rope_parameters"):
+        check_export(out, drafter.config, fmt, tensors)
+
+    layer["rope_theta"] = 10000.0
+    (out / "config.json").write_text(json.dumps(fields))
+    check_export(out, drafter.config, fmt, tensors)
+    for name in tensors:
+        save_file({k: v for k, v in tensors.items() if k != name}, out / "model.safetensors")
+        with pytest.raises(ValueError, match=f"differs in the tensors .*{name}"):
+            check_export(out, drafter.config, fmt, tensors)
+    save_file({**tensors, "fc.weight": tensors["fc.weight"] + 1}, out / "model.safetensors")
+    with pytest.raises(ValueError, match=r"fc\.weight was not written as it is"):
+        check_export(out, drafter.config, fmt, tensors)
 
 
 def test_an_earlier_export_is_replaced_and_foreign_folders_are_not(checkpoint: Path, tmp_path: Path) -> None:
