@@ -63,20 +63,29 @@ class Encoder:
 
     def row(self, text: SupervisedText, ids: np.ndarray, offsets: Any) -> tuple[np.ndarray, np.ndarray, list[str]]:
         """Ids [T], mask [T] uint8 over the text's spans, and why spans were left out."""
-        mask = np.zeros(len(ids), dtype=np.uint8)
-        cuts: list[int] = []
-        for span in text.spans:
-            try:
-                first, last = self._tokens(text.text, span, ids, offsets)
-                mask[first:last] = 1
-            except _Straddle:
-                cuts.append(span.start)
+        mask, cuts = self._mask(text, ids, offsets, exact=False)
         if not cuts:
             return ids, mask, []
         pieces = self._pieces(text, cuts)
         if pieces is not None and self._decode(pieces[0]) == self._decode(ids):
             return *pieces, []
+        mask, cuts = self._mask(text, ids, offsets, exact=True)
         return ids, mask, [_STRADDLES] * len(cuts)
+
+    def _mask(self, text: SupervisedText, ids: np.ndarray, offsets: Any, exact: bool) -> tuple[np.ndarray, list[int]]:
+        """Mask [T] uint8, and where the spans start that it leaves out since a token straddles that place.
+
+        Offsets tell too many of them; `exact` tokenizes the text before each, which costs as much as the row itself.
+        """
+        mask = np.zeros(len(ids), dtype=np.uint8)
+        cuts: list[int] = []
+        for span in text.spans:
+            try:
+                first, last = self._tokens(text.text, span, ids, offsets, exact)
+                mask[first:last] = 1
+            except _Straddle:
+                cuts.append(span.start)
+        return mask, cuts
 
     def _pieces(self, text: SupervisedText, cuts: list[int]) -> tuple[np.ndarray, np.ndarray] | None:
         """The text tokenized apart at `cuts`, as the engine does: a prompt first, then what the target writes."""
@@ -89,7 +98,7 @@ class Encoder:
                 if start <= span.start < start + len(piece):
                     moved = Span(span.start - start, span.stop - start, span.end - start)
                     try:
-                        first, last = self._tokens(piece, moved, ids, offsets)
+                        first, last = self._tokens(piece, moved, ids, offsets, exact=True)
                     except _Straddle:
                         return None
                     mask[first:last] = 1
@@ -100,12 +109,14 @@ class Encoder:
     def _decode(self, ids: np.ndarray) -> Any:
         return self.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _tokens(self, text: str, span: Span, ids: np.ndarray, offsets: Any) -> tuple[int, int]:
+    def _tokens(self, text: str, span: Span, ids: np.ndarray, offsets: Any, exact: bool) -> tuple[int, int]:
         """Tokens [first, last) of a span."""
         if offsets is None:
             return self._boundary(text, span.start, ids), self._boundary(text, span.end, ids)
         first = _token_at(offsets, span.start, len(text), len(ids))
         if first < len(ids) and offsets.token_to_chars(first)[0] < span.start:
+            if not exact:
+                raise _Straddle
             first = self._boundary(text, span.start, ids)
         if span.stop < span.end:
             token = _token_at(offsets, span.stop, len(text), len(ids))

@@ -61,6 +61,7 @@ class ReadyRow:
 
     input_ids: list[int]
     loss_mask: list[int]
+    group: int | None = None  # of a row from a prepared folder; see identity.py
 
 
 def parse_record(record: Mapping[str, Any], vocab_size: int | None = None) -> Chat | PlainText | ReadyRow:
@@ -73,7 +74,7 @@ def parse_record(record: Mapping[str, Any], vocab_size: int | None = None) -> Ch
             _skip(f"has {column}; only text conversations can be used")
     present = {key for key, value in record.items() if value is not None and value != "" and value != []}
     if {"input_ids", "loss_mask"} <= present:
-        return _ready(record["input_ids"], record["loss_mask"], vocab_size)
+        return _ready(record["input_ids"], record["loss_mask"], record.get("group"), vocab_size)
     for column in ("messages", "conversations", "conversation"):
         if column in present:
             messages = _messages(record[column], column)
@@ -109,7 +110,7 @@ def _kind(value: Any) -> str:
     return "null" if value is None else type(value).__name__
 
 
-def _ready(ids: Any, mask: Any, vocab_size: int | None) -> ReadyRow:
+def _ready(ids: Any, mask: Any, group: Any, vocab_size: int | None) -> ReadyRow:
     for name, values in (("input_ids", ids), ("loss_mask", mask)):
         # bool is an int to Python; a mask may be written with it, ids may not.
         allowed = (int, bool) if name == "loss_mask" else (int,)
@@ -122,7 +123,8 @@ def _ready(ids: Any, mask: Any, vocab_size: int | None) -> ReadyRow:
     limit = 2**31 if vocab_size is None else vocab_size
     if min(ids) < 0 or max(ids) >= limit:
         _skip(f"a token id is outside the vocabulary of {limit}")
-    return ReadyRow(ids, [int(value) for value in mask])
+    known = type(group) is int and 0 <= group < 2**64  # else a column of the user's own
+    return ReadyRow(ids, [int(value) for value in mask], group if known else None)
 
 
 def _side(value: Any, column: str, role: str) -> list[Message]:

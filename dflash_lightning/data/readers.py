@@ -1,23 +1,15 @@
-"""Records from files: JSONL (plain, .gz, .zst), JSON arrays, Parquet, Arrow files and `datasets` folders.
-
-Every reader streams: memory stays flat whatever the size of the file.
-"""
+"""Records from files: JSONL (plain, .gz, .zst), JSON arrays, Parquet, Arrow files and `datasets` folders."""
 
 from __future__ import annotations
 
 import glob
-import gzip
-import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
 
-_CHUNK = 1 << 20  # characters of a JSON array read at once
-_LONGEST = 1 << 28  # characters of one element of a JSON array; what is longer counts as damaged
-_BATCH = 1000  # rows of a columnar file held at once
-_LINE_SUFFIXES = {".jsonl", ".ndjson", ".json"}
-_ARROW_SUFFIXES = {".arrow", ".feather", ".ipc"}
+from .chunks import ARROW_SUFFIXES, LINE_SUFFIXES, Chunk, read_chunks, suffix
+
 _KINDS = ".jsonl, .json (each also .gz or .zst), .parquet, .arrow, or a folder written by datasets.save_to_disk"
 
 
@@ -64,7 +56,7 @@ def _check_file(file: Path, option: str) -> None:
         if not (file / "state.json").is_file():
             raise ValueError(f"{option}: folder {str(file)!r} was not written by datasets.save_to_disk; use a glob?")
         return
-    if _suffix(file) not in {*_LINE_SUFFIXES, *_ARROW_SUFFIXES, ".parquet"}:
+    if suffix(file) not in {*LINE_SUFFIXES, *ARROW_SUFFIXES, ".parquet"}:
         raise ValueError(f"{option}: cannot tell what {str(file)!r} is by its name; expected {_KINDS}")
     if file.stat().st_size == 0:
         raise ValueError(f"{option}: file {str(file)!r} is empty")
@@ -73,159 +65,48 @@ def _check_file(file: Path, option: str) -> None:
 def read_records(file: Path, option: str = "data.train", name: str | None = None) -> Iterator[Record]:
     """Every record of one file, bad ones included; `name` stands for the file in the records' sources.
 
-    Raises ValueError naming the file when the file as a whole cannot be read (damaged archive, not Parquet, ...).
+    Raises ValueError as `read_chunks` does.
     """
-    import pyarrow as pa
+    for chunk in read_chunks(file, option):
+        yield from chunk_records(chunk, name or file.name)
 
-    name = name or file.name
+
+def chunk_records(chunk: Chunk, name: str) -> Iterator[Record]:
+    """The records of a chunk, bad ones included."""
+    if chunk.kind == "lines":
+        # Not `splitlines`, which splits at a lone carriage return, too.
+        texts = enumerate(chunk.data.split(b"\n"), chunk.first)
+        records = (_from_line(f"{name}:{number}", line, number == 1) for number, line in texts)
+        yield from (record for record in records if record)
+    elif chunk.kind == "values":
+        for number, text in enumerate(chunk.data, chunk.first):
+            yield _from_json(f"{name}:{number}", text)
+    else:
+        import pyarrow as pa
+
+        values = pa.ipc.open_stream(chunk.data).read_all().to_pylist()
+        for number, value in enumerate(values, chunk.first):
+            yield Record(f"{name}:{number}", {key: _without_nulls(item) for key, item in value.items()})
+    if chunk.fault:
+        yield Record(f"{name}:{chunk.first + chunk.records}", None, chunk.fault)
+
+
+def _from_line(source: str, line: bytes, first: bool) -> Record | None:
     try:
-        if file.is_dir():
-            yield from _read_dataset(file, name)
-        elif file.suffix == ".parquet":
-            yield from _read_parquet(file, name)
-        elif file.suffix in _ARROW_SUFFIXES:
-            yield from _read_arrow(file, name)
-        else:
-            with _open(file, option) as stream:
-                if _suffix(file) == ".json" and _starts_array(stream):
-                    yield from _read_array(stream, name)
-                else:
-                    yield from _read_lines(stream, name)
-    except (OSError, EOFError, pa.ArrowException) as error:
-        raise ValueError(f"{option}: cannot read {str(file)!r}: {error}") from error
+        text = line.decode("utf-8-sig" if first else "utf-8").strip()
+    except UnicodeDecodeError:
+        return Record(source, None, "not UTF-8 text")
+    return _from_json(source, text) if text else None
 
 
-def _suffix(file: Path) -> str:
-    return Path(file.stem).suffix if file.suffix in {".gz", ".zst"} else file.suffix
-
-
-def _open(file: Path, option: str) -> io.BufferedReader:
-    if file.suffix == ".gz":
-        return io.BufferedReader(cast(Any, gzip.open(file, "rb")))
-    if file.suffix != ".zst":
-        return file.open("rb")
+def _from_json(source: str, text: str) -> Record:
     try:
-        import zstandard  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ValueError(f"{option}: {str(file)!r} needs the package zstandard: pip install zstandard") from error
-
-    class Source(io.RawIOBase):
-        """zstandard's own errors as OSError, like every other damaged file."""
-
-        def __init__(self) -> None:
-            self.raw = file.open("rb")
-            self.reader = zstandard.ZstdDecompressor().stream_reader(self.raw, read_across_frames=True)
-
-        def readable(self) -> bool:
-            return True
-
-        def readinto(self, buffer: Any) -> int:
-            try:
-                return self.reader.readinto(buffer)
-            except zstandard.ZstdError as error:
-                raise OSError(str(error)) from error
-
-        def close(self) -> None:
-            self.raw.close()
-            super().close()
-
-    return io.BufferedReader(Source())
-
-
-def _record(source: str, value: Any) -> Record:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return Record(source, None, "not JSON")
     if isinstance(value, dict):
         return Record(source, value)
     return Record(source, None, f"not a JSON object but {type(value).__name__}")
-
-
-def _read_lines(stream: BinaryIO, name: str) -> Iterator[Record]:
-    for number, line in enumerate(stream, 1):
-        source = f"{name}:{number}"
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            if text:
-                yield _record(source, json.loads(text))
-        except UnicodeDecodeError:
-            yield Record(source, None, "not UTF-8 text")
-        except (ValueError, RecursionError):
-            yield Record(source, None, "not JSON")
-
-
-def _starts_array(stream: io.BufferedReader) -> bool:
-    return stream.peek(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-
-
-def _read_array(stream: BinaryIO, name: str) -> Iterator[Record]:
-    # A damaged element ends the file: behind it there is no way to tell where the next one starts.
-    reader = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace")
-    decoder = json.JSONDecoder()
-    buffer, position, ended, number = reader.read(_CHUNK).lstrip(), 1, False, 0
-    while True:
-        while position < len(buffer) and buffer[position] in " \t\r\n,":
-            position += 1
-        if position < len(buffer) and buffer[position] == "]":
-            return
-        source = f"{name}:{number + 1}"
-        try:
-            value, end = decoder.raw_decode(buffer, position)
-            # A value that touches the end of the buffer may go on in the next chunk.
-            complete = ended or buffer[end:].lstrip() != ""
-        except RecursionError:
-            yield Record(source, None, "not JSON")
-            return
-        except ValueError:
-            value, end, complete = None, position, False
-        if complete:
-            number += 1
-            position = end
-            yield _record(source, value)
-            continue
-        if ended or len(buffer) - position > _LONGEST:
-            yield Record(source, None, "not JSON: the array breaks off or is damaged here")
-            return
-        # Doubling keeps a value longer than the chunk linear in its length.
-        more = reader.read(max(_CHUNK, len(buffer) - position))
-        ended = not more
-        buffer, position = buffer[position:] + more, 0
-
-
-def _read_parquet(file: Path, name: str) -> Iterator[Record]:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(file) as parquet:
-        yield from _from_batches(parquet.iter_batches(batch_size=_BATCH), name)
-
-
-def _read_arrow(file: Path, name: str) -> Iterator[Record]:
-    import pyarrow as pa
-
-    with pa.memory_map(str(file)) as source:
-        if source.read(6) == b"ARROW1":
-            reader = pa.ipc.open_file(source)
-            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-        else:
-            source.seek(0)
-            batches = iter(pa.ipc.open_stream(source))
-        yield from _from_batches(batches, name)
-
-
-def _read_dataset(folder: Path, name: str) -> Iterator[Record]:
-    import datasets
-
-    dataset = datasets.load_from_disk(str(folder))
-    assert isinstance(dataset, datasets.Dataset)  # a DatasetDict was refused by resolve_files
-    tables = dataset.with_format("arrow").iter(batch_size=_BATCH)
-    yield from _from_batches((batch for table in tables for batch in cast(Any, table).to_batches()), name)
-
-
-def _from_batches(batches: Iterator[Any], name: str) -> Iterator[Record]:
-    number = 0
-    for batch in batches:
-        # Slices keep the Python objects of few rows alive, whatever the size of the file's own batches.
-        for start in range(0, batch.num_rows, _BATCH):
-            for value in batch.slice(start, _BATCH).to_pylist():
-                number += 1
-                yield Record(f"{name}:{number}", {key: _without_nulls(item) for key, item in value.items()})
 
 
 def _without_nulls(value: Any) -> Any:

@@ -50,6 +50,17 @@ class Renderer:
         self.notes: Counter[str] = Counter()
         self._templates: dict[str, ChatTemplate] = {}
 
+    def arguments(self) -> dict[str, Any]:
+        """What makes the same renderer in another process."""
+        names = ("tokenizer", "max_seq_len", "min_supervised_tokens", "mask_token_id", "vocab_size")
+        return {name: getattr(self, name) for name in names}
+
+    @cached_property
+    def stop_ids(self) -> set[int]:
+        """Ids of the special tokens, one of which ends an answer when the chat template is the tokenizer's own."""
+        special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        return special | {i for i in (self.tokenizer.eos_token_id,) if isinstance(i, int)}
+
     def template(self, tools: Any = None) -> ChatTemplate:
         """The chat template for conversations with or without tools, probed once."""
         current = self.tokenizer.chat_template

@@ -1,7 +1,7 @@
 """Prepared folders: Arrow datasets of rows, memory-mapped by every process that reads them.
 
-A prepared folder is what `datasets.load_from_disk` reads (columns `input_ids`, `loss_mask`, `source`), and a
-`report.json` beside the data.
+A prepared folder is what `datasets.load_from_disk` reads (columns `input_ids`, `loss_mask`, `source`, `group`),
+and a `report.json` beside the data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 REPORT = "report.json"
-FORMAT_VERSION = 1  # of prepared folders; part of every cache key
+MOST_ROWS_WITH_MASK_TOKEN = 0.01  # above this share it is no oddity of a few rows but a token of the language
+FORMAT_VERSION = 2  # of prepared folders; part of every cache key
 
 
 def is_prepared(path: str | Path) -> bool:
@@ -45,9 +46,9 @@ def load_rows(path: str | Path, option: str = "data.train") -> Dataset:
         )
     dataset = datasets.load_from_disk(str(path))
     schema = cast(Any, dataset).data.schema
-    for column, kind in (("input_ids", "list<int32>"), ("loss_mask", "list<uint8>")):
+    for column, kind in (("input_ids", "list<int32>"), ("loss_mask", "list<uint8>"), ("group", "uint64")):
         found = schema.field(column).type if column in schema.names else None
-        if found is None or f"list<{found.value_type}>" != kind:
+        if str(found).replace("item: ", "").replace("element: ", "") != kind:
             raise ValueError(f"{option}: {str(path)!r} has no column {column!r} of type {kind} but {found}")
     if len(dataset) != report.get("rows"):
         raise ValueError(f"{option}: {str(path)!r} holds {len(dataset)} rows, its report {report.get('rows')}")
@@ -58,16 +59,6 @@ def load_rows(path: str | Path, option: str = "data.train") -> Dataset:
 def read_report(path: str | Path) -> dict[str, Any]:
     """The `report.json` of a prepared folder."""
     return json.loads((Path(path) / REPORT).read_text(encoding="utf-8"))
-
-
-def row_lengths(dataset: Dataset) -> np.ndarray:
-    """Tokens of each row, int64 [rows], from the Arrow offsets: no row is read."""
-    import pyarrow.compute as pc
-
-    indices = getattr(dataset, "_indices", None)
-    column = cast(Any, dataset).data.column("input_ids")
-    lengths = pc.call_function("list_value_length", [column]).to_numpy().astype(np.int64)
-    return lengths if indices is None else lengths[indices.column(0).to_numpy()]
 
 
 class ContentHash:

@@ -28,7 +28,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .messages import Message, SkipRow
-from .template import SENTINEL, ChatTemplate, common_length
+from .shapes import SENTINEL, Shape
+from .template import ChatTemplate, common_length, text_only
 
 # Opening and closing marks of the known thinking models: <think>, <thinking>, <seed:think>, [THINK], <|channel>thought
 _OPEN = r"(?:<\|?[\w:]*think[\w:]*\|?>|\[THINK\]|<\|channel>thought)"
@@ -69,6 +70,37 @@ def supervised_texts(
     if not any(message["role"] == "assistant" and has_output(message) for message in messages):
         raise SkipRow("no assistant text")
     full = template.text(messages, tools)
+    shape = template.shapes.find(messages) if not tools and text_only(messages) else None
+    known = _as_shaped(template, messages, full, shape) if shape else None
+    if known is None:
+        return _turn_by_turn(template, messages, tools, full, notes)
+    assert shape is not None
+    if shape.checks_left > 0:
+        shape.checks_left -= 1
+        slowly = _turn_by_turn(template, messages, tools, full, notes)
+        if slowly != [known]:
+            template.shapes.distrust(messages)
+        return slowly
+    return [known]
+
+
+def _as_shaped(template: ChatTemplate, messages: list[Message], full: str, shape: Shape) -> SupervisedText | None:
+    """The conversation as its shape foretells it; None for one that is not like that."""
+    answers = [messages[number]["content"] for number in shape.answers]
+    starts = shape.starts(messages, full)
+    if starts is None or any(not answer.strip() or _CLOSER.search(answer) for answer in answers):
+        return None
+    stops = [
+        start + len(answer) + template.tail.find(template.stop) for start, answer in zip(starts, answers, strict=True)
+    ]
+    spans = [Span(start, stop, stop + len(template.stop)) for start, stop in zip(starts, stops, strict=True)]
+    return SupervisedText(full, len(messages), spans)
+
+
+def _turn_by_turn(
+    template: ChatTemplate, messages: list[Message], tools: Any, full: str, notes: Counter[str] | None
+) -> list[SupervisedText]:
+    """Each turn as the engine saw it."""
     texts = [SupervisedText(full, len(messages))]
     faults: list[str] = []
     # From the last turn back: a later turn's text often holds the earlier turns unchanged and serves them, too.

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .rows import MOST_ROWS_WITH_MASK_TOKEN
+
 if TYPE_CHECKING:
     import datasets
 
-# Above this share of rows the mask token is no oddity of a few rows but a token of the language.
-_MOST_ROWS_WITH_MASK_TOKEN = 0.01
 _BLOCK_ROWS = 100_000
 
 
@@ -48,7 +48,7 @@ def usable_lengths(
         short += int(too_short.sum())
         masked += int((holds_mask & ~too_short).sum())
         lengths[first : first + len(full)] = np.where(too_short | holds_mask, 0, kept)
-    if masked > _MOST_ROWS_WITH_MASK_TOKEN * len(rows) and masked > 1:
+    if masked > MOST_ROWS_WITH_MASK_TOKEN * len(rows) and masked > 1:
         raise ValueError(
             f"model.mask_token_id={mask_token_id} is a token in use: {masked} of {len(rows)} rows of {option} hold it; "
             "choose an id that the data never holds"

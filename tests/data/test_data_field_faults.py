@@ -4,10 +4,16 @@ import json
 
 import chat_templates as t
 import pytest
+import torch
 from chat_templates import assistant, make_tokenizer, runs, system, user
 from rich.console import Console
+from safetensors.torch import save_file
 
-from dflash_lightning.data import SkipRow, load_rows, prepare_rows, render_row, show_rows
+from dflash_lightning.data import SkipRow, ensure_rows, load_rows, prepare_rows, read_report, render_row, show_rows
+from dflash_lightning.data.show import decoded
+from dflash_lightning.drafter.layouts import read_fields
+from dflash_lightning.drafter.model import DFlashDraftModel
+from dflash_lightning.drafter.weights import load_drafter
 
 GOOD = [user("hello"), assistant("good morning")]
 
@@ -147,6 +153,78 @@ def test_c09_rows_are_shown_with_their_supervised_text(tmp_path):
     show_rows(rows, tokenizer, n=3, console=console)
     assert "\x1b[1;32m|good morning<|im_end|>|" in console.export_text(styles=True, clear=False)
     assert "row 0 from in.jsonl:1: " in console.export_text()
+
+
+def test_c09_supervised_text_is_shown_turn_by_turn():
+    tokenizer = make_tokenizer(t.CHATML)
+    (row,) = render_row(tokenizer, [*GOOD, user("and"), assistant("two\nlines")], max_seq_len=500)
+    text = decoded(row.input_ids.tolist(), row.loss_mask.astype(bool), tokenizer)
+    green = [text.plain[span.start : span.end] for span in text.spans if span.style == "bold green"]
+    assert green == ["|good morning<|im_end|>|", "|two\nlines<|im_end|>|"]
+
+
+def foreign():
+    """A template whose special tokens the tokenizer does not have: each is many tokens of plain text."""
+    return make_tokenizer(t.CHATML.replace("<|im_start|>", "<|start|>").replace("<|im_end|>", "<|end|>"))
+
+
+def test_c09_template_of_another_family_is_warned_of_when_prepared_and_at_every_later_use(tmp_path):
+    path = write(tmp_path / "in.jsonl", [{"messages": GOOD}] * 5)
+    message = (
+        r"data\.train: the answers of 5 of 5 rows end in no special token of the tokenizer.*"
+        r"another model\? its end-of-turn text '<\|end\|>' is the tokens \['<', .*ends in 'good morning<\|end\|>'"
+    )
+    for _ in range(2):  # prepared, then taken from the cache
+        with pytest.warns(UserWarning, match=message):
+            folder = ensure_rows(path, foreign(), tmp_path / "cache", max_seq_len=500, progress=False)
+    with pytest.warns(UserWarning, match=message):
+        ensure_rows(folder, foreign(), tmp_path / "cache", max_seq_len=500, progress=False)
+    assert "no special token" in read_report(folder)["warnings"][0]
+
+
+@pytest.mark.parametrize("source", [t.CHATML, t.QWEN3, t.LLAMA3, t.GEMMA, t.GLM, t.DEEPSEEK_R1, t.MISTRAL, t.TAGGED])
+def test_c09_a_family_of_its_own_is_not_warned_of(tmp_path, recwarn, source):
+    records = [{"messages": [*GOOD, user("and"), assistant("one " * 300)]}] * 3 + [
+        {"messages": GOOD},
+        {"text": "plain"},
+    ]
+    prepare(tmp_path, make_tokenizer(source), records, max_seq_len=100)
+    assert not recwarn.list
+
+
+def test_c09_no_supervised_turn_at_all_is_an_error(tmp_path):
+    silent = make_tokenizer(t.CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role == 'user' %}"))
+    with pytest.raises(ValueError, match=r"no row of .*in\.jsonl.* can be used"):
+        prepare(tmp_path, silent, [{"messages": GOOD}] * 5)
+
+
+def test_c10_a_drafter_with_another_vocabulary_or_a_map_is_refused(tmp_path):
+    config = {
+        "architectures": ["DFlashDraftModel"], "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 64, "block_size": 4,
+        "num_target_layers": 4, "max_position_embeddings": 64,
+        "dflash_config": {"mask_token_id": 3, "target_layer_ids": [1]},
+    }  # fmt: skip
+    model = DFlashDraftModel(read_fields(config, "test")[0])
+    weights = model.state_dict()
+    for changed, more, message in (
+        ({}, {}, None),
+        ({"draft_vocab_size": 16}, {}, r"draft_vocab_size=16.* is not supported"),
+        ({}, {"d2t": torch.zeros(64, dtype=torch.int64)}, "d2t"),
+        ({}, {"t2d": torch.ones(64, dtype=torch.bool)}, "t2d"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | changed))
+        save_file(weights | more, tmp_path / "model.safetensors")
+        if message is None:
+            load_drafter(tmp_path)
+            continue
+        with pytest.raises(ValueError, match=message):
+            load_drafter(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(weights, tmp_path / "model.safetensors")
+    other = read_fields(config | {"vocab_size": 80}, "test")[0]
+    with pytest.raises(ValueError, match="vocab_size"):
+        load_drafter(tmp_path, expect=other)
 
 
 def test_c11_empty_turn_adds_no_content_and_leaves_its_neighbours_alone():

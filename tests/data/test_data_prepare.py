@@ -5,20 +5,18 @@ import shutil
 import threading
 
 import chat_templates as t
-import numpy as np
 import pytest
 from chat_templates import assistant, make_tokenizer, user
 
 from dflash_lightning.data import (
+    chunks,
     dataset_fingerprint,
     ensure_rows,
     is_prepared,
     load_rows,
-    prepare,
+    parts,
     prepare_rows,
     read_report,
-    row_lengths,
-    writer,
 )
 
 
@@ -48,14 +46,14 @@ def test_rows_report_and_lengths(tmp_path, tokenizer, options):
     lengths = [len(ids) for ids in rows["input_ids"]]
     assert report.rows == report.records == len(rows) == 300
     assert rows[299]["source"] == "a.jsonl:300"
-    assert row_lengths(rows).dtype == np.int64
-    assert row_lengths(rows).tolist() == lengths
-    assert row_lengths(rows.select([7, 3])).tolist() == [lengths[7], lengths[3]]
     on_disk = read_report(tmp_path / "out")
     assert on_disk == json.loads(json.dumps(report.as_dict()))
     assert on_disk["tokens"] == sum(lengths)
     assert on_disk["supervised_tokens"] == sum(map(sum, rows["loss_mask"]))
     assert (on_disk["lengths"]["min"], on_disk["lengths"]["max"]) == (min(lengths), max(lengths))
+    assert on_disk["files"] == [
+        {"name": "a.jsonl", "weight": 1.0, "records": 300, "rows": 300, "left_out": 0, "skipped": 2}
+    ]
     assert report.num_skipped == 2
     assert next(iter(report.skipped)).startswith("unknown role 'wizard'")
     assert str(tmp_path) not in (tmp_path / "out" / "report.json").read_text()
@@ -71,8 +69,8 @@ def test_ready_rows_pass_through(tmp_path, tokenizer, options):
 def test_content_hash_depends_on_content_alone(tmp_path, tokenizer, options, monkeypatch):
     one = prepare_rows(write(tmp_path / "a.jsonl", chats(20)), tokenizer, tmp_path / "one", **options)
     paths = [write(tmp_path / "b.jsonl", chats(8)), write(tmp_path / "c.jsonl", chats(12, start=8))]
-    monkeypatch.setattr(prepare, "_CHUNK", 3)
-    monkeypatch.setattr(writer, "_SHARD_TOKENS", 1)
+    monkeypatch.setattr(chunks, "_RECORDS", 3)
+    monkeypatch.setattr(parts, "_PART_TOKENS", 1)
     two = prepare_rows(paths, tokenizer, tmp_path / "two", **options)
     assert one.content_hash == two.content_hash
     rows = load_rows(tmp_path / "two")
@@ -86,27 +84,26 @@ def test_content_hash_depends_on_content_alone(tmp_path, tokenizer, options, mon
 def test_rows_of_several_shards(tmp_path, tokenizer, options, monkeypatch):
     path = write(tmp_path / "a.jsonl", chats(50))
     prepare_rows(path, tokenizer, tmp_path / "one", **options)
-    monkeypatch.setattr(writer, "_SHARD_TOKENS", 100)
-    monkeypatch.setattr(writer, "_PENDING_ROWS", 3)
+    monkeypatch.setattr(chunks, "_RECORDS", 3)
+    monkeypatch.setattr(parts, "_PART_TOKENS", 100)
+    monkeypatch.setattr(parts, "_PENDING_TOKENS", 1)
     prepare_rows(path, tokenizer, tmp_path / "many", **options)
     assert len(list((tmp_path / "many").glob("data-*.arrow"))) > 5
     one, many = load_rows(tmp_path / "one"), load_rows(tmp_path / "many")
     assert many.to_list() == one.to_list()
-    assert row_lengths(many).tolist() == row_lengths(one).tolist()
     assert dataset_fingerprint(many.select(range(50))) == dataset_fingerprint(one)
 
 
-@pytest.mark.parametrize("fail_at", ["_flush", "finish"])
-def test_nothing_is_left_after_an_exception(tmp_path, tokenizer, options, monkeypatch, fail_at):
-    before = getattr(writer.RowWriter, fail_at)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_nothing_is_left_when_it_stops_before_the_first_part(tmp_path, tokenizer, options, monkeypatch, error):
+    def failing(self):
+        before(self)
+        raise error
 
-    def failing(self, *args):
-        before(self, *args)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(writer.RowWriter, fail_at, failing)
-    path = write(tmp_path / "a.jsonl", chats(5000))
-    with pytest.raises(KeyboardInterrupt):
+    before = parts.PartWriter._flush
+    monkeypatch.setattr(parts.PartWriter, "_flush", failing)
+    path = write(tmp_path / "a.jsonl", chats(3000))
+    with pytest.raises(error):
         prepare_rows(path, tokenizer, tmp_path / "sub" / "out", **options)
     assert list((tmp_path / "sub").iterdir()) == []
 
@@ -175,7 +172,7 @@ def test_bad_options(tmp_path, tokenizer, options, bad):
 def test_min_supervised_tokens_and_long_rows(tmp_path, tokenizer, options):
     path = write(tmp_path / "a.jsonl", [*chats(7), {"messages": [user("a"), assistant("fine " * 500)]}])
     report = prepare_rows(path, tokenizer, tmp_path / "out", min_supervised_tokens=5, **options)
-    assert row_lengths(load_rows(tmp_path / "out")).max() == 200
+    assert report.lengths["max"] == max(map(len, load_rows(tmp_path / "out")["input_ids"])) == 200
     assert list(report.skipped) == ["fewer than 5 supervised tokens"]
 
 

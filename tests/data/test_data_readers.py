@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dflash_lightning.data import readers
+from dflash_lightning.data import chunks
 from dflash_lightning.data.readers import read_records, resolve_files
 
 VALUES = [{"messages": [{"role": "user", "content": f"hello {i} 😀"}]} for i in range(5)]
@@ -55,7 +55,7 @@ def test_zst_without_its_package_names_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_array_is_read_in_pieces(tmp_path, monkeypatch, chunk):
     write_all(tmp_path)
-    monkeypatch.setattr(readers, "_CHUNK", chunk)
+    monkeypatch.setattr(chunks, "_PIECE", chunk)
     assert [record.value for record in read_records(tmp_path / "array.json")] == VALUES
 
 
