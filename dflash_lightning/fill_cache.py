@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, rows_folder: str) -> None:
     from dflash_lightning.producer.produce import producer_config
     from dflash_lightning.producer.slots import check_memory
 
-    devices = _check(args)
+    devices = check(args)
     config = producer_config(
         args.target,
         _layer_ids(args),
@@ -92,8 +92,8 @@ def run(args: argparse.Namespace, rows_folder: str) -> None:
         pool.close()
 
 
-def _check(args: argparse.Namespace) -> list[int | str]:
-    """The devices. Raises ValueError for options that make no sense."""
+def check(args: argparse.Namespace) -> list[int | str]:
+    """The devices of `--target-devices`. Raises ValueError for options that make no sense."""
     import torch
 
     from dflash_lightning.producer.cache import check_cache_options

@@ -67,7 +67,9 @@ def main(argv: list[str]) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """ValueError for what the batch plan would refuse when all rows are made."""
+    """ValueError for what the batch plan or the cache would refuse when all rows are made."""
+    if args.hidden_states:
+        fill_cache.check(args)
     for option, value in (("token-budget", args.token_budget), ("num-buckets", args.num_buckets)):
         if value < 1:
             raise ValueError(f"--{option}={value}: at least 1")

@@ -42,6 +42,12 @@ def test_report_terminal_and_picture_show_the_plan(tiny_target: str, write_chats
     assert {(31, 119, 180), (158, 193, 226), (231, 163, 145)} <= colours
 
 
+def test_bad_cache_options_are_refused_before_the_rows_are_made(tiny_target: str, write_chats, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--hidden-states needs --cache-dir"):
+        run(tiny_target, [write_chats(8)], tmp_path / "rows", "--hidden-states")
+    assert not (tmp_path / "rows").exists()
+
+
 def test_buckets_are_those_of_the_plan() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(5, 1, 3000), 4, 2000).astype(int)
     figures = row_figures(lengths, lengths // 2, token_budget=4096, num_buckets=4)
