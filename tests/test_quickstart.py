@@ -40,8 +40,8 @@ STAGES = {
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_quickstart_trains_decodes_and_reports(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/quickstart.py", "--run-dir", str(tmp_path / "run"), "--max-new-tokens", "8"]
-    command += ["--", "--trainer.max_steps", "12", "--checkpoint.every_n_train_steps", "5"]
+    command = [sys.executable, "benchmarks/quickstart.py", "--run-dir", str(tmp_path / "run"), "--max-new-tokens", "4"]
+    command += ["--", "--trainer.max_steps", "8", "--checkpoint.every_n_train_steps", "5"]
     command += ["--profile.profile_interval", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=780, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -53,15 +53,15 @@ def test_quickstart_trains_decodes_and_reports(tmp_path: Path) -> None:
     assert 1.0 <= result["acceptance_before"] < 1.05
     assert result["acceptance_after"] >= 1.0
     assert "tensorboard --logdir" in done.stdout
-    check_tensorboard(tmp_path / "run", last_step=12)
+    check_tensorboard(tmp_path / "run", last_step=8)
 
     # Go on from a checkpoint before the last step: its points must replace those of the first run.
-    (newest,) = (tmp_path / "run" / "checkpoints").glob("step=12.ckpt")
+    (newest,) = (tmp_path / "run" / "checkpoints").glob("step=8.ckpt")
     newest.unlink()
     command = ["-m", "dflash_lightning", "fit", "--config", "configs/quickstart.yaml", "--ckpt_path", "last"]
-    command += ["--trainer.default_root_dir", str(tmp_path / "run"), "--trainer.max_steps", "14"]
+    command += ["--trainer.default_root_dir", str(tmp_path / "run"), "--trainer.max_steps", "10"]
     subprocess.run([sys.executable, *command], check=True, capture_output=True, timeout=400, cwd=ROOT)
-    check_tensorboard(tmp_path / "run", last_step=14)
+    check_tensorboard(tmp_path / "run", last_step=10)
 
 
 def check_tensorboard(run: Path, last_step: int) -> None:
