@@ -93,7 +93,8 @@ class Window:
         forward, pack = (sum(seconds(lane, stages) for lane in lanes) for stages in (FORWARD_STAGES, PACK_STAGES))
         # Inside the training process both stages share one thread.
         busy = max(forward, pack) if self.settings.producers else forward + pack
-        return busy / (self.wall * len(lanes))
+        # A batch's time is booked in the window in which it ends.
+        return min(1.0, busy / (self.wall * len(lanes)))
 
     def wait_share(self) -> float:
         """The group's share of time that it waits for hidden states."""
