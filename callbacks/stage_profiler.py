@@ -34,7 +34,7 @@ _RANK_REPORT_SECONDS = 1.0
 # How long rank 0 waits at the end for the other ranks' last spans; they end within the same step.
 _LAST_REPORTS_SECONDS = 1.0
 # Verdict and picture may take so much of the time.
-_EXTRAS_SHARE = 0.004
+_EXTRAS_SHARE = 0.002
 
 
 class StageProfilerCallback(Callback):

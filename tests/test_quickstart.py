@@ -41,7 +41,15 @@ STAGES = {
 @pytest.mark.timeout(1200)
 def test_quickstart_trains_decodes_and_reports(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/quickstart.py", "--run-dir", str(tmp_path / "run"), "--max-new-tokens", "4"]
-    command += ["--", "--trainer.max_steps", "8", "--checkpoint.every_n_train_steps", "5"]
+    command += [
+        "--",
+        "--trainer.max_steps",
+        "8",
+        "--checkpoint.every_n_train_steps",
+        "5",
+        "--checkpoint.keep_all",
+        "true",
+    ]
     command += ["--profile.profile_interval", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=780, cwd=ROOT)
     assert done.returncode == 0, done.stderr
