@@ -60,8 +60,8 @@ def main() -> None:
     # The drafter as training found it: same configuration and seed.
     seed_everything(0, verbose=False)
     untrained = type(trained)(trained.config)
-    before = decoder.compare(untrained, conversations, options)
-    after = decoder.compare(trained, conversations, options)
+    before = decoder.compare(untrained, conversations, options, batch_size=10)
+    after = decoder.compare(trained, conversations, options, batch_size=10)
     print_report(after)
 
     print(f"""
