@@ -101,11 +101,7 @@ def check(args: argparse.Namespace) -> list[int | str]:
     if not args.cache_dir:
         raise ValueError("--hidden-states needs --cache-dir, the folder that keeps them")
     check_cache_options(args.cache_dir, "write-through", args.cache_limit_gb)
-    for option, value in (("token-budget", args.token_budget), ("num-buckets", args.num_buckets)):
-        if value < 1:
-            raise ValueError(f"--{option}={value}: at least 1")
-    if args.token_budget < args.max_seq_len:
-        raise ValueError(f"--token-budget={args.token_budget} is smaller than --max-seq-len={args.max_seq_len}")
+    check_plan(args)
     if args.target_dtype != "auto" and not isinstance(getattr(torch, args.target_dtype, None), torch.dtype):
         raise ValueError(f"--target-dtype={args.target_dtype}: 'auto' or a torch dtype such as 'bfloat16'")
     available = torch.cuda.device_count()
@@ -115,6 +111,18 @@ def check(args: argparse.Namespace) -> list[int | str]:
             raise ValueError(f"--target-devices: {device!r} is neither 'cpu' nor one of {available} CUDA devices")
         devices.append(device if device == "cpu" else int(device))
     return devices
+
+
+def check_plan(args: argparse.Namespace) -> None:
+    """Raise ValueError for what the batch plan would refuse when all rows are made."""
+    for option, value in (("token-budget", args.token_budget), ("num-buckets", args.num_buckets)):
+        if value < 1:
+            raise ValueError(f"--{option}={value}: at least 1")
+    if args.token_budget < args.max_seq_len:
+        raise ValueError(
+            f"--token-budget={args.token_budget} is smaller than --max-seq-len={args.max_seq_len}: the longest "
+            "row must fit a batch"
+        )
 
 
 def _layer_ids(args: argparse.Namespace) -> list[int]:

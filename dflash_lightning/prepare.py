@@ -31,7 +31,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--show", type=int, default=3, help="rows to print decoded, supervised text in colour (3)")
     fill_cache.add_arguments(parser)
     args = parser.parse_args(argv)
-    _check(args)
+    # Before the rows are made, not after.
+    fill_cache.check_plan(args)
+    if args.hidden_states:
+        fill_cache.check(args)
     tokenizer = load_tokenizer(args.target, args.trust_remote_code)
 
     def finish(folder: Path, report: PrepareReport, lengths: Any, supervised: Any) -> dict[str, Any]:
@@ -64,17 +67,3 @@ def main(argv: list[str]) -> int:
     if args.hidden_states:
         fill_cache.run(args, args.out)
     return 0
-
-
-def _check(args: argparse.Namespace) -> None:
-    """ValueError for what the batch plan or the cache would refuse when all rows are made."""
-    if args.hidden_states:
-        fill_cache.check(args)
-    for option, value in (("token-budget", args.token_budget), ("num-buckets", args.num_buckets)):
-        if value < 1:
-            raise ValueError(f"--{option}={value}: at least 1")
-    if args.token_budget < args.max_seq_len:
-        raise ValueError(
-            f"--token-budget={args.token_budget} is smaller than --max-seq-len={args.max_seq_len}: the longest "
-            "row must fit a batch"
-        )

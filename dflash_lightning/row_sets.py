@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class RowSets:
     trust_remote_code: bool
     train_weights: Sequence[float] | None = None
     val_fraction: float = 0.0
+    # Both sides of a split lie in one folder: what is found of it is kept.
+    _found: dict[tuple[str, str, int | None], RowSet] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.val_fraction < 1:
@@ -84,6 +86,13 @@ class RowSets:
         Raises ValueError when no row is left, also for one side of a split.
         """
         option = "data.train" if self.val_fraction else f"data.{name}"
+        key = (folder, option, mask_token_id)
+        if key not in self._found:
+            self._found[key] = self._scan(*key)
+        found = self._found[key]
+        return replace(found, lengths=self._side(name, folder, found.lengths)) if self.val_fraction else found
+
+    def _scan(self, folder: str, option: str, mask_token_id: int | None) -> RowSet:
         rows = load_rows(folder, option)
         lengths, left_out = usable_lengths(
             rows,
@@ -95,12 +104,11 @@ class RowSets:
         )
         if left_out:
             rank_zero_warn(left_out)
-        if self.val_fraction:
-            lengths = self._side(name, rows, lengths)
         return RowSet(folder, dataset_fingerprint(rows), lengths)
 
-    def _side(self, name: str, rows: Any, lengths: np.ndarray) -> np.ndarray:
+    def _side(self, name: str, folder: str, lengths: np.ndarray) -> np.ndarray:
         """`lengths` with 0 for the rows of the other side of the split."""
+        rows: Any = load_rows(folder, "data.train")
         groups = rows.data.column("group").to_numpy()
         val = held_out(groups, self.val_fraction)
         ours = lengths * (val if name == "val" else ~val)

@@ -171,7 +171,6 @@ def read_rows(rows: Sequence[StoredRow], tensors: dict[str, Tensor]) -> None:
 
 
 def _read_row(fd: int, row: StoredRow, parts: list[tuple[int, np.ndarray]]) -> BadEntryError | None:
-    crc = 0
     for offset, view in parts:
         left = view.reshape(-1).data
         try:
@@ -182,8 +181,8 @@ def _read_row(fd: int, row: StoredRow, parts: list[tuple[int, np.ndarray]]) -> B
                 left, offset = left[count:], offset + count
         except OSError as error:
             return BadEntryError(row.path, f"cannot be read: {error}")
-        crc = zlib.crc32(view.data, crc)
-    return None if crc == row.crc else BadEntryError(row.path, "its bytes do not match their checksum")
+    same = _crc([view for _, view in parts]) == row.crc
+    return None if same else BadEntryError(row.path, "its bytes do not match their checksum")
 
 
 def write_entry(
