@@ -16,7 +16,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-# A fifth of the replay's default speed: what only this machine's cores cost (1-2 ms an all-reduce) stays small beside it.
+# A fifth of the replay's default speed: an all-reduce (1-2 ms on this machine's cores) stays small beside it.
 os.environ.setdefault("DFLASH_REPLAY_SLOWER", "5")
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -87,6 +87,7 @@ class StageProfilerCallback(Callback):
         process_stats().window()
         # The clock starts with training, so that the first window is as long as the others.
         self.last_profile_log = self._began = self._last_report = time.perf_counter()
+        self._steps.forget()
         self._ends.append(self._began)
         self._running = True
 

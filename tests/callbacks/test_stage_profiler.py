@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +118,14 @@ def test_a_training_shorter_than_the_interval_gives_one_window_at_its_end(make_r
     assert window.tokens > 0
     assert window.coverage() <= 1.0
     assert window.group_steps == 6
+
+
+def test_what_comes_before_the_clock_starts_is_in_no_window(make_run, write_chats, monkeypatch) -> None:
+    monkeypatch.setattr("dflash_lightning.callbacks.stage_profiler.write_layout", lambda writer: time.sleep(0.3))
+    trainer, module, data = make_run(write_chats(60), callbacks=[StageProfilerCallback(600)])
+    trainer.fit(module, datamodule=data)
+    (window,) = read_windows(trainer.default_root_dir)
+    assert window.coverage() <= 1.0
 
 
 def test_spans_cover_the_main_thread(make_run, write_chats) -> None:
