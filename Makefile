@@ -38,16 +38,16 @@ quickstart: $(BIN)/.quickstart
 	@$(BIN)/python benchmarks/quickstart.py
 
 test: $(BIN)/.dev
-	@$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
 
 test-slow: $(BIN)/.dev
-	@$(BIN)/python -m pytest -m "slow and not gpu"
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not gpu"
 
 check: $(BIN)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
@@ -19,7 +18,7 @@ from dflash_lightning.producer.cache import check_cache_options
 from dflash_lightning.producer.cached import cache_report, with_cache
 from dflash_lightning.producer.plan import BatchPlan, plan_fingerprint
 from dflash_lightning.producer.pool import ProducerPool
-from dflash_lightning.producer.produce import ProducerConfig, producer_config
+from dflash_lightning.producer.produce import ProducerConfig, check_dtype, producer_config
 from dflash_lightning.producer.slots import check_memory
 from dflash_lightning.producer.source import InlineSource, Source
 from dflash_lightning.row_sets import RowSets
@@ -103,8 +102,7 @@ class HiddenStateDataModule(LightningDataModule):
                 "the longest row must fit a batch"
             )
         check_cache_options(cache_dir, cache_mode, cache_limit_gb)
-        if target_dtype != "auto" and not isinstance(getattr(torch, target_dtype, None), torch.dtype):
-            raise ValueError(f"data.target_dtype={target_dtype!r}: 'auto' or a torch dtype such as 'bfloat16'")
+        check_dtype("data.target_dtype", target_dtype)
         self.target = target
         self.row_sets = RowSets(
             target=target,

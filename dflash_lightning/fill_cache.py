@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dflash_lightning.producer.plan import BatchPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--token-budget", type=int, default=49152, help="most padded tokens of a batch (49152)")
     group.add_argument("--num-buckets", type=int, default=6, help="length buckets of the batch plan (6)")
     group.add_argument("--seed", type=int, default=0, help="data.seed of the run (0)")
+    group.add_argument("--val-fraction", type=float, default=0.0, help="data.val_fraction of the run (0)")
     group.add_argument("--target-devices", nargs="+", default=["cpu"], help="CUDA indices or cpu, a replica each (cpu)")
     group.add_argument("--target-dtype", default="auto", help="auto (as stored) or a torch dtype's name")
     group.add_argument("--attn-implementation", help="the target's attention in transformers")
@@ -40,17 +44,18 @@ def run(args: argparse.Namespace, rows_folder: str) -> None:
 
     from dflash_lightning.placement import threads_per_worker
     from dflash_lightning.producer.cached import StateLookup, cache_report, with_cache
-    from dflash_lightning.producer.plan import BatchPlan
     from dflash_lightning.producer.pool import ProducerPool
     from dflash_lightning.producer.produce import producer_config
     from dflash_lightning.producer.slots import check_memory
 
     devices = check(args)
+    layer_ids = _layer_ids(args)
+    plans = _plans(args, rows_folder)
     config = producer_config(
         args.target,
-        _layer_ids(args),
+        layer_ids,
         last_hidden_state=args.last_hidden_state,
-        rows={"train": str(rows_folder)},
+        rows={name: str(rows_folder) for name in plans},
         token_budget=args.token_budget,
         max_seq_len=args.max_seq_len,
         dtype=args.target_dtype,
@@ -62,33 +67,34 @@ def run(args: argparse.Namespace, rows_folder: str) -> None:
     config = with_cache(
         config, args.cache_dir, mode="write-through", limit_gb=args.cache_limit_gb, writers=len(devices)
     )
-    plan = BatchPlan(
-        _lengths(args, rows_folder), token_budget=args.token_budget, num_buckets=args.num_buckets, seed=args.seed
-    )
-    print(cache_report(config, {"train": plan}), flush=True)
+    print(cache_report(config, plans), flush=True)
     lookup = StateLookup(config)
-    numbers = range(len(plan))
+    batches = [(name, number, plan[number]) for name, plan in plans.items() for number in range(len(plan))]
+    wanted = batches
     if not lookup.is_empty():
-        numbers = tqdm(numbers, desc="looking for batches that are there", unit="batch")
-    missing = [(n, plan[n]) for n in numbers if not lookup.holds("train", plan[n])]
+        wanted = tqdm(batches, desc="looking for batches that are there", unit="batch")
+    missing = [(name, number, rows) for name, number, rows in wanted if not lookup.holds(name, rows)]
     if not missing:
-        print(f"all {len(plan):,} batches are there", flush=True)
+        print(f"all {len(batches):,} batches are there", flush=True)
         return
-    slots = {"train": 2 * len(devices) + 1}
+    slots = {name: 2 * len(devices) + 1 for name in plans}
     check_memory(config.shape, sum(slots.values()))
     pool = ProducerPool(config, devices, slots, max_restarts=3)
+    done = tqdm(desc="hidden states", unit="batch", initial=len(batches) - len(missing), total=len(batches))
     try:
-        stream = pool.open("train", iter(missing), [n for n, _ in missing])
-        for _, rows in tqdm(
-            missing, desc="hidden states", unit="batch", initial=len(plan) - len(missing), total=len(plan)
-        ):
-            stream.get().release()
-            if not lookup.holds("train", rows):
-                raise ValueError(
-                    f"--cache-dir={args.cache_dir}: not all of it could be stored; the message above says why. What is "
-                    "there is kept: make room or raise --cache-limit-gb, and start this again"
-                )
+        for name in plans:
+            ours = [(number, rows) for of, number, rows in missing if of == name]
+            stream = pool.open(name, iter(ours), [number for number, _ in ours])
+            for _, rows in ours:
+                stream.get().release()
+                if not lookup.holds(name, rows):
+                    raise ValueError(
+                        f"--cache-dir={args.cache_dir}: not all of it could be stored; the message above says why. "
+                        "What is there is kept: make room or raise --cache-limit-gb, and start this again"
+                    )
+                done.update()
     finally:
+        done.close()
         pool.close()
 
 
@@ -97,13 +103,15 @@ def check(args: argparse.Namespace) -> list[int | str]:
     import torch
 
     from dflash_lightning.producer.cache import check_cache_options
+    from dflash_lightning.producer.produce import check_dtype
 
     if not args.cache_dir:
         raise ValueError("--hidden-states needs --cache-dir, the folder that keeps them")
     check_cache_options(args.cache_dir, "write-through", args.cache_limit_gb)
     check_plan(args)
-    if args.target_dtype != "auto" and not isinstance(getattr(torch, args.target_dtype, None), torch.dtype):
-        raise ValueError(f"--target-dtype={args.target_dtype}: 'auto' or a torch dtype such as 'bfloat16'")
+    check_dtype("--target-dtype", args.target_dtype)
+    if not 0 <= args.val_fraction < 1:
+        raise ValueError(f"--val-fraction={args.val_fraction}: a share of the rows, 0 (none) up to below 1")
     available = torch.cuda.device_count()
     devices: list[int | str] = []
     for device in args.target_devices:
@@ -136,8 +144,9 @@ def _layer_ids(args: argparse.Namespace) -> list[int]:
     return args.target_layer_ids
 
 
-def _lengths(args: argparse.Namespace, rows_folder: str) -> Any:
-    """Tokens of each row as `fit` counts them; 0 for rows that it leaves out."""
+def _plans(args: argparse.Namespace, rows_folder: str) -> dict[str, BatchPlan]:
+    """The batch plans that `fit` will make of the folder: "train", and "val" where a share is held out."""
+    from dflash_lightning.producer.plan import BatchPlan
     from dflash_lightning.row_sets import RowSets
     from dflash_lightning.target.mask_token import choose_mask_token
     from dflash_lightning.target.resolve import load_target_config, load_tokenizer
@@ -153,5 +162,14 @@ def _lengths(args: argparse.Namespace, rows_folder: str) -> Any:
         max_seq_len=args.max_seq_len,
         min_supervised_tokens=args.min_supervised_tokens,
         trust_remote_code=args.trust_remote_code,
+        val_fraction=args.val_fraction,
     )
-    return row_sets.load("train", rows_folder, mask_token_id).lengths
+
+    def lengths(name: str) -> Any:
+        return row_sets.load(name, rows_folder, mask_token_id).lengths
+
+    sizes = {"token_budget": args.token_budget, "num_buckets": args.num_buckets}
+    plans = {"train": BatchPlan(lengths("train"), seed=args.seed, **sizes)}
+    if args.val_fraction:
+        plans["val"] = BatchPlan(lengths("val"), shuffle=False, **sizes)
+    return plans

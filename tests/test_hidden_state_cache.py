@@ -227,13 +227,29 @@ def test_prepare_fills_the_cache_for_fit_and_goes_on_where_it_stopped(
     assert f"all {count} batches are there" in capfd.readouterr().out
 
 
+def test_prepare_fills_both_sides_of_a_split(
+    make_run, write_chats: Callable[..., str], tiny_target: str, tmp_path: Path
+) -> None:
+    rows, folder = tmp_path / "rows", tmp_path / "cache"
+    prepare_rows([write_chats(24)], load_tokenizer(tiny_target), rows, max_seq_len=128)
+    plain = fit(make_run, str(rows), run="plain", data_val_fraction=0.3)
+    fill(tiny_target, rows, folder, "--val-fraction", "0.3")
+    made = len(entries(folder))
+    options = {"data_val_fraction": 0.3, "data_cache_dir": str(folder)}
+    losses = fit(make_run, str(rows), run="cached", unloadable=True, **options)
+    assert plain.val
+    assert (losses.train, losses.val) == (plain.train, plain.val), "bit for bit"
+    assert len(entries(folder)) == made
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--val-fraction", "1.5"], "--val-fraction=1.5"),
         (["--cache-dir", ""], "--hidden-states needs --cache-dir"),
         (["--token-budget", "100"], "--token-budget=100 is smaller than --max-seq-len=128"),
         (["--target-devices", "gpu"], "--target-devices: 'gpu' is neither"),
-        (["--target-dtype", "half8"], "--target-dtype=half8"),
+        (["--target-dtype", "half8"], "--target-dtype='half8'"),
         (["--target-layer-ids", "1", "8"], r"target_layer_ids=\[1, 8\]"),
     ],
 )
