@@ -1,7 +1,10 @@
 # ruff: noqa: RUF001  (the marks of the DeepSeek family)
 """Chat templates of the known families in reduced form, written for these tests, and tiny tokenizers to hold them."""
 
+import json
+from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
@@ -226,6 +229,12 @@ def make_tokenizer(template: str | None, kind: str = "byte_level"):
     )
     tokenizer.chat_template = template
     return tokenizer
+
+
+def write(path: Path, records: Iterable[dict]) -> str:
+    """A JSONL file of `records`; its path."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
 
 
 def user(text: str) -> dict:

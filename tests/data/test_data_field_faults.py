@@ -5,7 +5,7 @@ import json
 import chat_templates as t
 import pytest
 import torch
-from chat_templates import assistant, make_tokenizer, runs, system, user
+from chat_templates import assistant, make_tokenizer, runs, system, user, write
 from rich.console import Console
 from safetensors.torch import save_file
 
@@ -16,11 +16,6 @@ from dflash_lightning.drafter.model import DFlashDraftModel
 from dflash_lightning.drafter.weights import load_drafter
 
 GOOD = [user("hello"), assistant("good morning")]
-
-
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
 
 
 def prepare(tmp_path, tokenizer, records, **options):

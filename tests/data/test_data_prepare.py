@@ -6,7 +6,7 @@ import threading
 
 import chat_templates as t
 import pytest
-from chat_templates import assistant, make_tokenizer, user
+from chat_templates import assistant, make_tokenizer, user, write
 
 from dflash_lightning.data import (
     chunks,
@@ -22,16 +22,6 @@ from dflash_lightning.data import (
 
 def chats(count, start=0):
     return [{"messages": [user(f"hello {i}"), assistant("fine " * (i % 7 + 1))]} for i in range(start, start + count)]
-
-
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return str(path)
-
-
-@pytest.fixture
-def tokenizer():
-    return make_tokenizer(t.CHATML)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chat_templates import assistant, make_tokenizer, user
+from chat_templates import assistant, make_tokenizer, user, write
 
 from dflash_lightning.data import chunks, load_rows, parts, prepare, prepare_rows, read_report
 
@@ -24,11 +24,6 @@ OPTIONS = {"max_seq_len": 200, "progress": False, "workers": 1}
 
 def chats(count, start=0):
     return [{"messages": [user(f"hello {i}"), assistant("fine " * (i % 7 + 1))]} for i in range(start, start + count)]
-
-
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return str(path)
 
 
 def write_as(kind, folder, records):

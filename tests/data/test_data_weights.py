@@ -1,12 +1,11 @@
 """Weights of files and groups of rows: both follow from the content alone."""
 
-import json
 import math
 
 import chat_templates as t
 import numpy as np
 import pytest
-from chat_templates import assistant, make_tokenizer, system, user
+from chat_templates import assistant, make_tokenizer, system, user, write
 
 from dflash_lightning.data import ensure_rows, held_out, load_rows, prepare_rows
 from dflash_lightning.data.identity import GROUPS, group_of
@@ -17,16 +16,6 @@ OPTIONS = {"max_seq_len": 200, "progress": False, "workers": 1}
 
 def chats(count, start=0):
     return [{"messages": [user(f"hello {i}"), assistant("fine thanks")]} for i in range(start, start + count)]
-
-
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return str(path)
-
-
-@pytest.fixture
-def tokenizer():
-    return make_tokenizer(t.CHATML)
 
 
 def sources(folder):
