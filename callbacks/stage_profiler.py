@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -52,12 +53,12 @@ class StageProfilerCallback(Callback):
         self, profile_interval: float | None = None, timeline_steps: int = 8, chrome_trace: bool = False
     ) -> None:
         if profile_interval is None:
-            text = os.environ.get("DFLASH_PROFILE_INTERVAL", "60")
+            text = os.environ.get("DFLASH_PROFILE_INTERVAL") or "60"
             try:
                 profile_interval = float(text)
             except ValueError:
                 raise ValueError(f"DFLASH_PROFILE_INTERVAL={text!r}: give seconds") from None
-        if profile_interval < 0:
+        if not 0 <= profile_interval < math.inf:
             raise ValueError(f"profile_interval={profile_interval}: seconds, 0 turns it off")
         if timeline_steps < 1:
             raise ValueError(f"timeline_steps={timeline_steps}: at least 1")

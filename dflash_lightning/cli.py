@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import select
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,11 @@ def main(argv: list[str] | None = None) -> int:
         if command in _LIGHTNING:
             _run_lightning(argv)
             return 0
-    except (ValueError, FileNotFoundError, OSError) as error:
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        return 141
+    except (ValueError, OSError) as error:
         # A user's mistake: the message names option and value; a stack of our frames would bury it.
         if _is_users_mistake(error):
             print(f"dflash {command}: error: {error}", file=sys.stderr)
@@ -44,6 +50,16 @@ def _usage() -> str:
     commands = {**_LIGHTNING, **{name: text for name, (_, text) in _TOOLS.items()}}
     lines = [f"  {name:<12} {text}" for name, text in commands.items()]
     return "usage: dflash COMMAND ...\n\n" + "\n".join(lines) + "\n\n`dflash COMMAND --help` lists a command's options."
+
+
+def _nobody_reads() -> bool:
+    """Whether stdout leads nowhere (`dflash profile RUN | head`); if so, what is left for it is thrown away."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    broken = bool(poll.poll(0))
+    if broken:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return broken
 
 
 def _is_users_mistake(error: BaseException) -> bool:

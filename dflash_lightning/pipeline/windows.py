@@ -7,6 +7,7 @@ others' all-reduce time: the group's wait of a step is the maximum over ranks, i
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -200,8 +201,13 @@ def append_window(folder: str | Path, window: Window) -> None:
     """Add a line to the run folder's profile."""
     file = Path(folder) / PROFILE_FILE
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as out:
-        out.write(json.dumps(window.to_json(), separators=(",", ":")) + "\n")
+    line = json.dumps(window.to_json(), separators=(",", ":")).encode() + b"\n"
+    with file.open("a+b") as out:
+        if out.tell():
+            out.seek(-1, os.SEEK_END)
+            # A run that was killed while it wrote: its half line must not swallow this one.
+            line = line if out.read() == b"\n" else b"\n" + line
+        out.write(line)
 
 
 def read_windows(folder: str | Path) -> list[Window]:
@@ -209,6 +215,7 @@ def read_windows(folder: str | Path) -> list[Window]:
 
     Raises:
         FileNotFoundError: the folder holds no profile.
+        ValueError: what it holds is none, or has no window yet.
     """
     file = Path(folder) / PROFILE_FILE
     if not file.is_file():
@@ -217,14 +224,18 @@ def read_windows(folder: str | Path) -> list[Window]:
             "is not 0 and whose first window has ended"
         )
     windows: list[Window] = []
-    for line in file.read_text().splitlines():
+    for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
         try:
             data = json.loads(line)
         except json.JSONDecodeError:  # a running or killed run: the line is not whole
             continue
-        if data["number"] == 0:
+        try:
+            window = Window.from_json(data)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file}, line {number}: no profile window of this version ({error!r})") from error
+        if window.number == 0:
             windows.clear()
-        windows.append(Window.from_json(data))
+        windows.append(window)
     if not windows:
         raise ValueError(f"{file}: holds no window yet")
     return windows

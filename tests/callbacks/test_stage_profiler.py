@@ -180,8 +180,11 @@ def test_zero_turns_it_off(make_run, write_chats, monkeypatch: pytest.MonkeyPatc
 def test_the_interval_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DFLASH_PROFILE_INTERVAL", raising=False)
     assert StageProfilerCallback().profile_interval == 60
-    with pytest.raises(ValueError, match="profile_interval=-1"):
-        StageProfilerCallback(-1)
+    for interval in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"profile_interval={interval}"):
+            StageProfilerCallback(interval)
+    monkeypatch.setenv("DFLASH_PROFILE_INTERVAL", "")
+    assert StageProfilerCallback().profile_interval == 60
     monkeypatch.setenv("DFLASH_PROFILE_INTERVAL", "soon")
     with pytest.raises(ValueError, match="'soon': give seconds"):
         StageProfilerCallback()

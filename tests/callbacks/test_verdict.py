@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -183,3 +185,27 @@ def test_what_cannot_be_planned_is_named(pair: str, message: str) -> None:
 def test_a_folder_without_a_profile_is_an_error_with_advice(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["profile", str(tmp_path)]) == 2
     assert "profile_interval" in capsys.readouterr().err
+
+
+def test_a_window_after_a_cut_line_is_read(tmp_path: Path) -> None:
+    append_window(tmp_path, window(5, 3, busy=1.0, wait=0.4, number=1))
+    with (tmp_path / PROFILE_FILE).open("a") as file:
+        file.write('{"number": 2, "lan')  # killed while it wrote
+    append_window(tmp_path, window(5, 3, busy=1.0, wait=0.4, number=0))
+    assert [w.number for w in read_windows(tmp_path)] == [0]
+
+
+def test_a_foreign_profile_is_named_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / PROFILE_FILE).write_text('{"number": 0}\n')
+    assert main(["profile", str(tmp_path)]) == 2
+    assert "profile.jsonl, line 1: no profile window of this version" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    append_window(tmp_path, window(5, 3, busy=1.0, wait=0.4))
+    command = [sys.executable, "-u", "-m", "dflash_lightning", "profile", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout
+    assert process.stderr
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(timeout=60)) == (b"", 141)
