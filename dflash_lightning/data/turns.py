@@ -17,6 +17,7 @@ Policies, where templates differ:
 - The end-of-turn token stands at the start of the next message: that token is supervised, and when no message follows
   it is put behind the text, so that last and middle turns learn the same. Only then do the ids differ (by that one
   token) from the template's.
+- The template renders nothing of the turn (tool calls that it does not know): not supervised.
 - An assistant turn without any message before it is not supervised: an engine never generates without a prompt.
 """
 
@@ -111,6 +112,10 @@ def _turn_by_turn(
             text, spans = _turn(template, messages[: index + 1], tools, full if index == len(messages) - 1 else None)
         except SkipRow as skip:
             faults.append(str(skip))
+            continue
+        if has_output(messages[index]) and not any(text[span.start : span.stop].strip() for span in spans):
+            # An end-of-turn token alone would teach the drafter to end at once where the target calls a tool.
+            faults.append("the chat template renders nothing of an assistant's turn (of its tool calls, say)")
             continue
         written = text[: spans[-1].end]
         home = next((known for known in texts if known.text.startswith(written)), None)

@@ -4,7 +4,8 @@ import chat_templates as t
 import pytest
 from chat_templates import assistant, make_tokenizer, runs, system, user
 
-from dflash_lightning.data import render_row
+from dflash_lightning.data import Renderer, SkipRow, render_row
+from dflash_lightning.data.messages import Chat, normalize_messages
 
 THINK = "<think>\n\n</think>\n\n"
 CALL = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
@@ -126,3 +127,18 @@ def test_arguments_reach_templates_that_want_text_or_an_object():
             tokenizer = make_tokenizer(source)
             (row,) = render_row(tokenizer, shape, max_seq_len=1000)
             assert runs(tokenizer, row) == [text]
+
+
+def test_tool_calls_that_the_template_does_not_render_are_not_supervised():
+    call = {"function": {"name": "look", "arguments": {"x": 1}}}
+    chat = [user("a"), assistant("", tool_calls=[call]), {"role": "tool", "content": "4"}, assistant("It is 4.")]
+    renderer = Renderer(make_tokenizer(t.CHATML), max_seq_len=500)
+    ((row,),) = renderer.rows([Chat(normalize_messages(chat))])
+    assert runs(renderer.tokenizer, row) == ["It is 4.<|im_end|>"]
+    assert list(renderer.notes) == ["the chat template renders nothing of an assistant's turn (of its tool calls, say)"]
+    with pytest.raises(SkipRow, match="renders nothing of an assistant's turn"):
+        render_row(renderer.tokenizer, chat[:2], max_seq_len=500)
+    # One that knows them.
+    tokenizer = make_tokenizer(t.QWEN3)
+    supervised = [text for row in render_row(tokenizer, chat, max_seq_len=500) for text in runs(tokenizer, row)]
+    assert any("look" in text for text in supervised)
