@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ class DFlashCLI(LightningCLI):
     """
 
     def __init__(self, args: list[str] | None = None) -> None:
+        # Nothing that a user could act on: Lightning's own use of torch, and the run folder that a resume goes on in.
+        for message in (r".*LeafSpec.*deprecated", r"Checkpoint directory .* exists and is not empty"):
+            warnings.filterwarnings("ignore", message=message)
         super().__init__(
             DFlashModule,
             HiddenStateDataModule,
