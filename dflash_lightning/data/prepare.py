@@ -24,7 +24,7 @@ from .parts import PartWriter, Progress, lock
 from .pool import UnfitError, WorkerPool, usable_cores
 from .render import Renderer
 from .report import PrepareReport
-from .rows import FORMAT_VERSION, MOST_ROWS_WITH_MASK_TOKEN, is_prepared, load_rows, read_report
+from .rows import MOST_ROWS_WITH_MASK_TOKEN, VERSIONS, is_prepared, load_rows, read_report
 from .weights import Source, resolve_sources
 from .work import ChunkRows, chunk_rows
 
@@ -100,7 +100,7 @@ def ensure_rows(
         renderer = Renderer(tokenizer, **options)
         _check_options(renderer.max_seq_len, renderer.min_supervised_tokens, workers)
         key = hashlib.blake2b(digest_size=16)
-        key.update(json.dumps([FORMAT_VERSION, _options(renderer), [s.weight for s in sources]]).encode())
+        key.update(json.dumps([VERSIONS, _options(renderer), [s.weight for s in sources]]).encode())
         for source in sources:
             key.update(_hash_content(source.file))
         first = sources[0].file.name.split(".")[0]
@@ -162,7 +162,7 @@ class _Preparation:
             [name, str(source.file.resolve()), source.weight, stat]
             for name, source, stat in zip(self.names, self.sources, self.stats, strict=True)
         ]
-        key = json.dumps([FORMAT_VERSION, _options(self.renderer), inputs])
+        key = json.dumps([VERSIONS, _options(self.renderer), inputs])
         writer = PartWriter(self.out_dir, hashlib.blake2b(key.encode(), digest_size=16).hexdigest())
         try:
             self._make_rows(writer)

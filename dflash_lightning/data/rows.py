@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 REPORT = "report.json"
 MOST_ROWS_WITH_MASK_TOKEN = 0.01  # above this share it is no oddity of a few rows but a token of the language
-FORMAT_VERSION = 2  # of prepared folders; part of every cache key
+FORMAT_VERSION = 2  # of prepared folders
+RULES_VERSION = 2  # raised when the same records give other rows
+VERSIONS = (FORMAT_VERSION, RULES_VERSION)  # part of every cache key
 
 
 def is_prepared(path: str | Path) -> bool:

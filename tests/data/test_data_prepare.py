@@ -166,7 +166,7 @@ def test_min_supervised_tokens_and_long_rows(tmp_path, tokenizer, options):
     assert list(report.skipped) == ["fewer than 5 supervised tokens"]
 
 
-def test_cache_is_keyed_by_content_template_tokenizer_and_options(tmp_path, tokenizer, options):
+def test_cache_is_keyed_by_content_template_tokenizer_options_and_rules(tmp_path, tokenizer, options, monkeypatch):
     path = write(tmp_path / "a.jsonl", chats(5))
     first = ensure_rows([path], tokenizer, tmp_path / "cache", **options)
     stamp = (first / "report.json").stat().st_mtime_ns
@@ -184,6 +184,8 @@ def test_cache_is_keyed_by_content_template_tokenizer_and_options(tmp_path, toke
     }
     assert len(others) == 4
     assert first not in others
+    monkeypatch.setattr("dflash_lightning.data.prepare.VERSIONS", (2, 99))
+    assert ensure_rows(copy, tokenizer, tmp_path / "cache", **options) not in {first, *others}
     assert ensure_rows([first], tokenizer, tmp_path / "other", **options) == first
     assert not (tmp_path / "other").exists()
 
