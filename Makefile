@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 # The version that is tested. A machine with a CUDA driver keeps the torch that its environment brings.
 TORCH ?= torch==2.13.0
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
@@ -38,16 +39,16 @@ quickstart: $(BIN)/.quickstart
 	@$(BIN)/python benchmarks/quickstart.py
 
 test: $(BIN)/.dev
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
+	@$(PYTEST) -m "not slow and not gpu"
 
 test-slow: $(BIN)/.dev
-	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not gpu"
+	@$(PYTEST) -m "slow and not gpu"
 
 check: $(BIN)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -78,7 +78,6 @@ class StageProfilerCallback(Callback):
         self._tokens = self._batches = 0
         self._windows: deque[Window] = deque(maxlen=_WINDOWS_KEPT)
         self._ends: deque[float] = deque(maxlen=self.timeline_steps + 1)
-        self._steps = OwnSteps()
         self._group = GroupSteps([trainer.global_rank, *self._rank_profiles()])
         self._extras_cost, self._extras_end = 0.0, 0.0
         self._step_logged = trainer.global_step
@@ -88,7 +87,7 @@ class StageProfilerCallback(Callback):
         process_stats().window()
         # The clock starts with training, so that the first window is as long as the others.
         self.last_profile_log = self._began = self._last_report = time.perf_counter()
-        self._steps.forget()
+        self._steps = OwnSteps()
         self._ends.append(self._began)
         self._running = True
 

@@ -73,17 +73,20 @@ def run(args: argparse.Namespace, rows_folder: str) -> None:
     wanted = batches
     if not lookup.is_empty():
         wanted = tqdm(batches, desc="looking for batches that are there", unit="batch")
-    missing = [(name, number, rows) for name, number, rows in wanted if not lookup.holds(name, rows)]
-    if not missing:
+    missing: dict[str, list[tuple[int, Any]]] = {name: [] for name in plans}
+    for name, number, rows in wanted:
+        if not lookup.holds(name, rows):
+            missing[name].append((number, rows))
+    absent = sum(map(len, missing.values()))
+    if not absent:
         print(f"all {len(batches):,} batches are there", flush=True)
         return
     slots = {name: 2 * len(devices) + 1 for name in plans}
     check_memory(config.shape, sum(slots.values()))
     pool = ProducerPool(config, devices, slots, max_restarts=3)
-    done = tqdm(desc="hidden states", unit="batch", initial=len(batches) - len(missing), total=len(batches))
+    done = tqdm(desc="hidden states", unit="batch", initial=len(batches) - absent, total=len(batches))
     try:
-        for name in plans:
-            ours = [(number, rows) for of, number, rows in missing if of == name]
+        for name, ours in missing.items():
             stream = pool.open(name, iter(ours), [number for number, _ in ours])
             for _, rows in ours:
                 stream.get().release()
@@ -104,14 +107,14 @@ def check(args: argparse.Namespace) -> list[int | str]:
 
     from dflash_lightning.producer.cache import check_cache_options
     from dflash_lightning.producer.produce import check_dtype
+    from dflash_lightning.row_sets import check_val_fraction
 
     if not args.cache_dir:
         raise ValueError("--hidden-states needs --cache-dir, the folder that keeps them")
     check_cache_options(args.cache_dir, "write-through", args.cache_limit_gb)
     check_plan(args)
     check_dtype("--target-dtype", args.target_dtype)
-    if not 0 <= args.val_fraction < 1:
-        raise ValueError(f"--val-fraction={args.val_fraction}: a share of the rows, 0 (none) up to below 1")
+    check_val_fraction("--val-fraction", args.val_fraction)
     available = torch.cuda.device_count()
     devices: list[int | str] = []
     for device in args.target_devices:

@@ -24,6 +24,12 @@ class RowSet:
     lengths: np.ndarray
 
 
+def check_val_fraction(option: str, value: float) -> None:
+    """Raise ValueError, which names the option, where `value` is no share that can be held out."""
+    if not 0 <= value < 1:
+        raise ValueError(f"{option}={value}: a share of the train rows, 0 (none) up to below 1")
+
+
 @dataclass(frozen=True)
 class RowSets:
     """Where the train and validation rows of a run come from. Arguments as in `HiddenStateDataModule`."""
@@ -40,10 +46,7 @@ class RowSets:
     _found: dict[tuple[str, str, int | None], RowSet] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.val_fraction < 1:
-            raise ValueError(
-                f"data.val_fraction={self.val_fraction}: a share of the train rows, 0 (none) up to below 1"
-            )
+        check_val_fraction("data.val_fraction", self.val_fraction)
         if self.val_fraction and self.val:
             raise ValueError(
                 f"data.val={list(self.val)} and data.val_fraction={self.val_fraction}: both say what to validate on; "

@@ -245,6 +245,11 @@ def assistant(text: str, **more: object) -> dict:
     return {"role": "assistant", "content": text, **more}
 
 
+def chats(count: int, start: int = 0) -> list[dict]:
+    """Records of one short turn, answers of one to seven words."""
+    return [{"messages": [user(f"hello {i}"), assistant("fine " * (i % 7 + 1))]} for i in range(start, start + count)]
+
+
 def system(text: str) -> dict:
     return {"role": "system", "content": text}
 

@@ -6,7 +6,7 @@ import threading
 
 import chat_templates as t
 import pytest
-from chat_templates import assistant, make_tokenizer, user, write
+from chat_templates import assistant, chats, make_tokenizer, user, write
 
 from dflash_lightning.data import (
     chunks,
@@ -18,10 +18,6 @@ from dflash_lightning.data import (
     prepare_rows,
     read_report,
 )
-
-
-def chats(count, start=0):
-    return [{"messages": [user(f"hello {i}"), assistant("fine " * (i % 7 + 1))]} for i in range(start, start + count)]
 
 
 @pytest.fixture

@@ -15,15 +15,11 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chat_templates import assistant, make_tokenizer, user, write
+from chat_templates import chats, make_tokenizer, user, write
 
 from dflash_lightning.data import chunks, load_rows, parts, prepare, prepare_rows, read_report
 
 OPTIONS = {"max_seq_len": 200, "progress": False, "workers": 1}
-
-
-def chats(count, start=0):
-    return [{"messages": [user(f"hello {i}"), assistant("fine " * (i % 7 + 1))]} for i in range(start, start + count)]
 
 
 def write_as(kind, folder, records):
