@@ -202,9 +202,10 @@ def lock(out_dir: Path, wait: bool, option: str) -> Iterator[None]:
                 raise ValueError(f"{option}: another process is preparing {str(out_dir)!r} right now") from None
             print(f"waiting for another process that prepares {option}")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # The one who held it before took the file away: the lock that counts is another file's.
-        if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
-            break
+        # The one who held it before may have taken the file away: then the lock that counts is another file's.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                break
         os.close(descriptor)
     try:
         yield

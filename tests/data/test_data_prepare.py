@@ -212,6 +212,27 @@ def test_calls_at_the_same_time_agree(tmp_path, tokenizer, options):
     assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [found[0].name]
 
 
+def test_the_lock_is_held_by_one_at_a_time(tmp_path):
+    held, most, done = [], [], []
+
+    def take(name):
+        for _ in range(1500):
+            with parts.lock(tmp_path / "out", True, "data.train"):
+                held.append(name)
+                most.append(len(held))
+                held.remove(name)
+        done.append(name)
+
+    calls = [threading.Thread(target=take, args=(name,)) for name in range(4)]
+    for call in calls:
+        call.start()
+    for call in calls:
+        call.join()
+    assert sorted(done) == [0, 1, 2, 3]
+    assert max(most) == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_load_rows_refuses_what_is_no_prepared_folder(tmp_path, tokenizer, options):
     with pytest.raises(FileNotFoundError, match=r"data\.val: there is no folder"):
         load_rows(tmp_path / "none", "data.val")
