@@ -224,8 +224,7 @@ class DFlashModule(LightningModule):
         with self._inner_span("dflash.layers"):
             states_NKH = self.drafter(embeddings_NKH, hidden_TF, layout, attention=self.attention)
         with self._inner_span("dflash.loss"):
-            head = LMHead(frozen.weight, frozen.bias, softcap=frozen.logit_softcap, final_norm=frozen.final_norm)
-            return self.objective(states_NKH, batch, head)
+            return self.objective(states_NKH, batch, LMHead.of(frozen))
 
     def _make_masks(self, layout: BlockLayout) -> None:
         """Make the attention masks here instead of inside the drafter, so that each kind has a span of its own."""

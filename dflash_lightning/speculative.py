@@ -128,10 +128,7 @@ class SpeculativeDecoder:
         stop = self.tokenizer.eos_token_id if stop is None else stop
         self.stop_ids = frozenset([stop] if isinstance(stop, int) else stop or ())
         # The target's logits [..., V] of final-normed states [..., H], as training computes them.
-        head = self.head
-        self.lm_head: Callable[[torch.Tensor], torch.Tensor] = LMHead(
-            head.weight, head.bias, softcap=head.logit_softcap
-        ).logits
+        self.lm_head: Callable[[torch.Tensor], torch.Tensor] = LMHead.of(self.head).logits
         self._plain: dict[tuple[Any, ...], list[Decoded]] = {}
 
     def encode(self, messages: list[dict[str, Any]]) -> list[int]:

@@ -134,6 +134,7 @@ def small_target(kind: str, folder: Path) -> str:
     model = {
         "untied": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, tie_word_embeddings=False)),
         "tied": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**sizes, final_logit_softcapping=0.5)),
+        "scaled": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**sizes, logits_scaling=8.0)),
         "nested": lambda: tf.Gemma3ForConditionalGeneration(
             tf.Gemma3Config(
                 text_config={**sizes, "sliding_window": 6},
@@ -150,7 +151,7 @@ def small_target(kind: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("kind", ["untied", "tied", "nested"])
+@pytest.mark.parametrize("kind", ["untied", "tied", "scaled", "nested"])
 def test_vocabulary_and_head_of_each_kind_of_target(kind: str, tmp_path: Path) -> None:
     """Embedding rows are counted where they are; logits are the model's own; rows decode together without loss."""
     target = small_target(kind, tmp_path)

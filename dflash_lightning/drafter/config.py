@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import PretrainedConfig, Qwen3Config
 
+# RoPE forms that stretch with the longest position of a forward: a document's result would depend on its neighbours.
+_ROPE_BY_LENGTH = ("dynamic", "longrope")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -101,7 +103,27 @@ def build_draft_config(
             f"num_attention_heads={heads}, num_key_value_heads={kv_heads}: the second must divide the first; "
             "set both in overrides"
         )
-    return Qwen3Config(**fields, **own_fields)
+    config = Qwen3Config(**fields, **own_fields)
+    check_supported(config, "overrides")
+    return config
+
+
+def check_supported(config: Qwen3Config, where: str) -> None:
+    """Raise ValueError, naming `where`, for a field that the drafter would not follow."""
+    assert config.layer_types is not None
+    window = config.sliding_window
+    if "sliding_attention" in config.layer_types and (window is None or window < config.block_size):
+        raise ValueError(
+            f"{where}: sliding_window={window} with sliding layers; it must be at least block_size={config.block_size}"
+        )
+    if config.hidden_act not in ("silu", "swish"):
+        raise ValueError(f"{where}: hidden_act={config.hidden_act!r} is not supported; the drafter's layers use 'silu'")
+    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope_type in _ROPE_BY_LENGTH:
+        raise ValueError(
+            f"{where}: rope_type={rope_type!r} is not supported: its frequencies depend on the longest document of a "
+            "batch; use 'default', 'linear', 'llama3' or 'yarn'"
+        )
 
 
 def target_layer_ids(config: PretrainedConfig) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import Qwen3Config
 
-from dflash_lightning.drafter.config import mask_token_id, sliding_causal, target_layer_ids
+from dflash_lightning.drafter.config import check_supported, mask_token_id, sliding_causal, target_layer_ids
 
 FORMATS = ("hf", "speculators")
 OWN_KEY = "dflash_lightning"  # what no engine reads: trained length, rotary style, training summary
@@ -47,7 +47,7 @@ def write_fields(config: Qwen3Config, fmt: str, dtype: str, own: dict[str, Any])
     """config.json of `config` in the layout `fmt`; `own` goes under our key. ValueError for what has no place there."""
     if fmt not in FORMATS:
         raise ValueError(f"--format {fmt}: use one of {', '.join(FORMATS)}")
-    check_window(config, "the drafter")
+    check_supported(config, "the drafter")
     fields = _hf_fields(config) if fmt == "hf" else _speculators_fields(config, own)
     return {**fields, "dtype": dtype, OWN_KEY: {"rope_style": ROPE_STYLE, **own}}
 
@@ -85,18 +85,8 @@ def read_fields(fields: dict[str, Any], where: str) -> tuple[Qwen3Config, dict[s
         )
     skipped = ("architectures", "auto_map", "model_type", "dtype", "torch_dtype", "transformers_version")
     config = Qwen3Config(**{**{k: v for k, v in fields.items() if k not in skipped}, "dflash_config": dflash})
-    check_window(config, where)
+    check_supported(config, where)
     return config, own
-
-
-def check_window(config: Qwen3Config, where: str) -> None:
-    """Raise ValueError where sliding layers have no window, or one that is shorter than a block."""
-    assert config.layer_types is not None
-    window = config.sliding_window
-    if "sliding_attention" in config.layer_types and (window is None or window < config.block_size):
-        raise ValueError(
-            f"{where}: sliding_window={window} with sliding layers; it must be at least block_size={config.block_size}"
-        )
 
 
 def missing_fields(fields: dict[str, Any], fmt: str) -> list[str]:

@@ -30,6 +30,11 @@ class LMHead:
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap) (Gemma's final_logit_softcapping)
     final_norm: Callable[[Tensor], Tensor] | None = None  # the target's own, for losses that need its distribution
 
+    @classmethod
+    def of(cls, frozen: Any) -> LMHead:
+        """The head of a `target.loading.FrozenHead`, with all that the target does to its logits."""
+        return cls(frozen.weight, frozen.bias, frozen.logit_scale, frozen.logit_softcap, frozen.final_norm)
+
     def logits(self, hidden_CH: Tensor) -> Tensor:
         """Float32 logits [C, V], a fresh tensor; the matmul runs in the head's dtype."""
         logits_CV = torch.nn.functional.linear(hidden_CH.to(self.weight.dtype), self.weight, self.bias).float()

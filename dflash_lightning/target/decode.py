@@ -39,10 +39,11 @@ class TargetDecoder:
     def __init__(self, model: Any, layer_ids: Sequence[int]) -> None:
         config = model.config.get_text_config()
         recurrent = {t for t in getattr(config, "layer_types", None) or () if any(r in t for r in _RECURRENT)}
-        if recurrent:
+        if recurrent or getattr(model, "_is_stateful", False):
+            layers = f"its {sorted(recurrent)} layers keep" if recurrent else "it keeps"
             raise ValueError(
-                f"{type(model).__name__}: its {sorted(recurrent)} layers keep a running state that cannot be taken "
-                "back after a rejected draft; decode with a serving engine instead"
+                f"{type(model).__name__}: {layers} a running state that cannot be taken back after a rejected draft; "
+                "decode with a serving engine instead"
             )
         self.model = model
         decoder = decoder_of(model)

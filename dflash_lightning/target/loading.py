@@ -14,7 +14,10 @@ from transformers.utils import logging as hf_logging
 from dflash_lightning.target.resolve import resolve_target
 
 # Names under which decoders keep the norm that stands between the last layer and the LM head.
-_FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+_FINAL_NORM_NAMES = (
+    "norm", "final_norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "layer_norm", "embedding_norm",
+    "ln_out",
+)  # fmt: skip
 
 
 def load_model(
@@ -45,6 +48,8 @@ def load_model(
             text_config.num_hidden_layers = num_layers
             if getattr(text_config, "layer_types", None):
                 text_config.layer_types = text_config.layer_types[:num_layers]
+            # Tensors whose size follows the number of layers (Gemma 4's embeddings for each layer) are not used.
+            kwargs["ignore_mismatched_sizes"] = num_layers == 0
         if attn_implementation is not None:
             kwargs["attn_implementation"] = attn_implementation
         with _quiet():
@@ -102,6 +107,25 @@ def final_norm_of(decoder: nn.Module) -> nn.Module | None:
     return None
 
 
+def logit_rule(config: PretrainedConfig) -> tuple[float, float | None]:
+    """What a target does to its LM head's output: multiply by the first, then cap softly at the second, if any."""
+    text = config.get_text_config()
+    scale = 1.0
+    # The families name it differently, and one name means a factor in one and a divisor in the other.
+    if text.model_type.startswith("cohere"):
+        scale = getattr(text, "logit_scale", None)
+    elif text.model_type.startswith("granite"):
+        scale = 1 / (getattr(text, "logits_scaling", None) or 1.0)
+    elif text.model_type.startswith("hyperclovax"):
+        scale = getattr(text, "logits_scaling", None)
+    elif text.model_type.startswith("falcon_h1"):
+        scale = getattr(text, "lm_head_multiplier", None)
+    elif text.model_type.startswith("muse"):
+        scale = getattr(text, "output_multiplier", None)
+    softcap = getattr(text, "final_logit_softcapping", None) or getattr(text, "logits_soft_cap", None)
+    return 1.0 if scale is None else float(scale), None if softcap is None else float(softcap)
+
+
 class FrozenHead:
     """The target's embedding, LM head and final norm, as the model's own modules.
 
@@ -114,7 +138,7 @@ class FrozenHead:
         self.embedding = embedding
         self.lm_head = lm_head
         self.final_norm = final_norm
-        self.logit_softcap: float | None = getattr(config.get_text_config(), "final_logit_softcapping", None)
+        self.logit_scale, self.logit_softcap = logit_rule(config)
         self.device: torch.device = self.weight.device
 
     @classmethod

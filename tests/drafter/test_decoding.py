@@ -277,3 +277,18 @@ def test_targets_with_a_running_state_are_refused_by_name() -> None:
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"Qwen3_5ForCausalLM.*linear_attention"):
         TargetDecoder(Qwen3_5ForCausalLM(config), [1])
+
+
+def test_a_target_that_keeps_its_state_elsewhere_is_refused():
+    import transformers as tf
+
+    rwkv = tf.RwkvForCausalLM(tf.RwkvConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2))
+    hybrid = tf.FalconH1ForCausalLM(
+        tf.FalconH1Config(
+            vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=16, mamba_d_ssm=32, mamba_n_heads=2,
+        )
+    )  # fmt: skip
+    for model in (rwkv, hybrid):
+        with pytest.raises(ValueError, match=rf"{type(model).__name__}: it keeps a running state"):
+            TargetDecoder(model, [1])

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 from transformers import Gemma4Config, GPT2Config, LlamaConfig, Qwen3Config
 
-from dflash_lightning.drafter.config import build_draft_config, check_target_layer_ids, default_target_layer_ids
+from dflash_lightning.drafter.config import (
+    build_draft_config,
+    check_supported,
+    check_target_layer_ids,
+    default_target_layer_ids,
+)
 
 
 @pytest.mark.parametrize(
@@ -105,3 +110,21 @@ def test_a_target_with_other_field_names():
         build_draft_config(target, num_layers=2, mask_token_id=3)
     config = build_draft_config(target, num_layers=2, mask_token_id=3, overrides={"intermediate_size": 128})
     assert (config.hidden_size, config.num_key_value_heads, config.head_dim) == (32, 4, 8)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"hidden_act": "gelu"},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [2.0]}},
+    ],
+)
+def test_what_the_drafter_would_not_follow_is_refused(overrides):
+    with pytest.raises(ValueError, match=r"overrides: (hidden_act='gelu'|rope_type='(dynamic|longrope)') is not"):
+        build_draft_config(Qwen3Config(num_hidden_layers=8), num_layers=2, mask_token_id=3, overrides=overrides)
+    plain = build_draft_config(Qwen3Config(num_hidden_layers=8), num_layers=2, mask_token_id=3)
+    for name, value in overrides.items():
+        setattr(plain, name, value)
+    with pytest.raises(ValueError, match=r"config\.json: (hidden_act|rope_type)="):
+        check_supported(plain, "config.json")

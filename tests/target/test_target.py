@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from dflash_lightning.drafter.objective import LMHead
 from dflash_lightning.target.loading import FrozenHead, load_frozen_head, load_model
 from dflash_lightning.target.mask_token import check_mask_token, choose_mask_token
 from dflash_lightning.target.resolve import load_tokenizer, resolve_target
@@ -95,7 +96,13 @@ def test_layer_ids_out_of_range_are_named(tiny_target: str) -> None:
         TappedTarget(tiny_target, [1, 8])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "qwen3_5", "gpt2"])
+FAMILIES = [
+    "llama", "gemma2", "gemma3", "gemma4", "qwen3_5", "gpt2", "cohere", "cohere2", "granite", "granitemoe",
+    "hyperclovax", "falcon_h1", "recurrent_gemma", "nanochat", "mpt", "biogpt", "xglm", "lfm2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_frozen_head_equals_the_whole_models(family: str, tmp_path: Path) -> None:
     import transformers as tf
 
@@ -107,8 +114,24 @@ def test_frozen_head_equals_the_whole_models(family: str, tmp_path: Path) -> Non
         "gemma3": lambda: tf.Gemma3TextConfig(**small),
         "qwen3_5": lambda: tf.Qwen3_5TextConfig(**small),
         "gpt2": lambda: tf.GPT2Config(vocab_size=96, n_embd=32, n_layer=4, n_head=2),
+        "gemma4": lambda: tf.Gemma4TextConfig(**small, hidden_size_per_layer_input=8, vocab_size_per_layer_input=96),
+        "cohere": lambda: tf.CohereConfig(**small),
+        "cohere2": lambda: tf.Cohere2Config(**small),
+        "granite": lambda: tf.GraniteConfig(**small, logits_scaling=8.0),
+        "granitemoe": lambda: tf.GraniteMoeConfig(**small, logits_scaling=4.0),
+        "hyperclovax": lambda: tf.HyperCLOVAXConfig(**small, logits_scaling=0.25),
+        "falcon_h1": lambda: tf.FalconH1Config(**small, lm_head_multiplier=0.3, mamba_d_ssm=32, mamba_n_heads=2),
+        "recurrent_gemma": lambda: tf.RecurrentGemmaConfig(**small, lru_width=32),
+        "nanochat": lambda: tf.NanoChatConfig(**small),
+        "mpt": lambda: tf.MptConfig(vocab_size=96, d_model=32, n_layers=4, n_heads=2),
+        "biogpt": lambda: tf.BioGptConfig(**small),
+        "xglm": lambda: tf.XGLMConfig(vocab_size=96, d_model=32, num_layers=4, attention_heads=2, ffn_dim=48),
+        "lfm2": lambda: tf.Lfm2Config(**small),
     }[family]()
+    torch.manual_seed(0)
     model = tf.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.normal_(std=0.5)  # so that a soft cap matters
     model.save_pretrained(tmp_path)
     head = load_frozen_head(str(tmp_path))
     ids = torch.arange(7)
@@ -119,6 +142,12 @@ def test_frozen_head_equals_the_whole_models(family: str, tmp_path: Path) -> Non
     state = torch.randn(3, 32)
     with torch.no_grad():
         torch.testing.assert_close(head.final_norm(state), whole.final_norm(state))
+    normed: list[torch.Tensor] = []
+    whole.final_norm.register_forward_hook(lambda _m, _a, out: normed.append(out))
+    with torch.no_grad():
+        logits = model(input_ids=ids[None]).logits.float()
+        ours = LMHead.of(head).logits(normed[-1])
+    torch.testing.assert_close(ours, logits, msg=lambda text: f"{family}: {text}")
     taps = TappedTarget(str(tmp_path), [0, 2]).forward(ids[None])
     assert [tuple(t.shape) for t in taps] == [(1, 7, 32)] * 2
 
