@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import select
 import sys
@@ -92,6 +93,13 @@ def existing_file(option: str, value: str) -> Path:
     if not path.is_file():
         raise FileNotFoundError(f"{option}={value}: no such file")
     return path
+
+
+def check_range(option: str, value: float, low: float, high: float = math.inf) -> None:
+    """Raise ValueError, naming the option, unless `value` is a number in low .. high, of which infinity is none."""
+    if not (low <= value <= high and math.isfinite(value)):
+        limits = f"at least {low}" if high == math.inf else f"{low} to {high}"
+        raise ValueError(f"{option}={value}: {limits}")
 
 
 if __name__ == "__main__":

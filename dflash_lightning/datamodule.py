@@ -18,10 +18,11 @@ from dflash_lightning.producer.cache import check_cache_options
 from dflash_lightning.producer.cached import cache_report, with_cache
 from dflash_lightning.producer.plan import BatchPlan, plan_fingerprint
 from dflash_lightning.producer.pool import ProducerPool
-from dflash_lightning.producer.produce import ProducerConfig, check_dtype, producer_config
+from dflash_lightning.producer.produce import ProducerConfig, producer_config
 from dflash_lightning.producer.slots import check_memory
 from dflash_lightning.producer.source import InlineSource, Source
 from dflash_lightning.row_sets import RowSets
+from dflash_lightning.target.loading import check_dtype
 
 Device = int | Literal["cpu"]
 

@@ -106,8 +106,8 @@ def check(args: argparse.Namespace) -> list[int | str]:
     import torch
 
     from dflash_lightning.producer.cache import check_cache_options
-    from dflash_lightning.producer.produce import check_dtype
     from dflash_lightning.row_sets import check_val_fraction
+    from dflash_lightning.target.loading import check_dtype
 
     if not args.cache_dir:
         raise ValueError("--hidden-states needs --cache-dir, the folder that keeps them")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash_lightning.chat import Chat, run_chat
-from dflash_lightning.cli import add_target_argument, existing_file
+from dflash_lightning.cli import add_target_argument, check_range, existing_file
 from dflash_lightning.drafter.config import target_layer_ids
 from dflash_lightning.drafter.decoding import SamplingOptions, resolve_num_speculative_tokens
 from dflash_lightning.drafter.weights import load_drafter
@@ -97,12 +97,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
     args = parser.parse_args(argv)
-    if args.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens={args.max_new_tokens}: at least 1")
-    if args.temperature < 0:
-        raise ValueError(f"--temperature={args.temperature}: not negative")
-    if args.batch_size < 1:
-        raise ValueError(f"--batch-size={args.batch_size}: at least 1")
+    check_range("--max-new-tokens", args.max_new_tokens, 1)
+    check_range("--temperature", args.temperature, 0)
+    check_range("--batch-size", args.batch_size, 1)
     given = {"--prompts": args.prompts, "--prompt": args.prompt, "--compare": args.compare, "--json": args.json}
     if args.chat and any(given.values()):
         raise ValueError(f"--chat: goes without {', '.join(name for name, value in given.items() if value)}")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from dflash_lightning.cli import add_target_argument
+from dflash_lightning.cli import add_target_argument, check_range
 from dflash_lightning.data import resolve_files
 from dflash_lightning.data.answers import Answer, Summary, conversations, in_threads, regenerate
 from dflash_lightning.target.loading import load_model
@@ -35,6 +35,10 @@ class LocalAnswerer:
         self.concurrency = options.batch_size
         self._options = options
         self._tokenizer: Any = load_tokenizer(target, options.trust_remote_code)
+        if not self._tokenizer.chat_template:
+            raise ValueError(
+                f"--target={target}: its tokenizer has no chat template, so it cannot answer a conversation"
+            )
         self._tokenizer.padding_side = "left"
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
@@ -44,9 +48,19 @@ class LocalAnswerer:
         torch.manual_seed(options.seed)
 
     def answer(self, conversations: Sequence[list[dict[str, Any]]]) -> list[Answer | Exception]:
-        texts = [
-            self._tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in conversations
-        ]
+        texts: list[str | Exception] = [self._render(c) for c in conversations]
+        usable = [text for text in texts if isinstance(text, str)]
+        found = iter(self._generate(usable) if usable else [])
+        return [text if isinstance(text, Exception) else next(found) for text in texts]
+
+    def _render(self, conversation: list[dict[str, Any]]) -> str | Exception:
+        """The prompt's text; what a template says against one conversation is no matter of the others."""
+        try:
+            return self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template stumbles over what its author did not think of, in any way
+            return ValueError(f"the target's chat template refuses the conversation: {error}")
+
+    def _generate(self, texts: list[str]) -> list[Answer]:
         encoded = self._tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
         encoded = {k: encoded[k].to(self._options.device) for k in ("input_ids", "attention_mask")}
         greedy = self._options.temperature == 0.0
@@ -61,7 +75,7 @@ class LocalAnswerer:
             )
         stop = self._model.generation_config.eos_token_id
         stop = set(stop if isinstance(stop, list) else [stop])
-        answers: list[Answer | Exception] = []
+        answers = []
         for row in out[:, encoded["input_ids"].shape[1] :].tolist():
             end = next((i for i, token in enumerate(row) if token in stop), None)
             text = self._tokenizer.decode(row if end is None else row[:end], skip_special_tokens=True)
@@ -142,8 +156,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--api-key", default=None, help="server: bearer token")
     args = parser.parse_args(argv)
     for name in ("max_new_tokens", "batch_size", "concurrency"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')}={getattr(args, name)}: at least 1")
+        check_range(f"--{name.replace('_', '-')}", getattr(args, name), 1)
+    for name in ("temperature", "retries", "timeout"):
+        check_range(f"--{name}", getattr(args, name), 0)
+    if not 0 < args.top_p <= 1:
+        raise ValueError(f"--top-p={args.top_p}: above 0, at most 1")
     files = resolve_files(args.data, "--data")
     out = Path(args.out)
     if any(out.resolve() == file.resolve() for file in files):

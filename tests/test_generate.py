@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -69,6 +72,55 @@ def test_several_prompt_files_are_groups(tmp_path: Path) -> None:
     found = read_prompts([tmp_path / "poems.txt", tmp_path / "code.txt"])
     assert [p.group for p in found] == ["poems", "poems", "code", "code"]
     assert {p.group for p in read_prompts(tmp_path / "code.txt")} == {"all"}
+
+
+def test_prompts_of_every_kind_of_file(tmp_path: Path) -> None:
+    """What `data.train` takes is taken here, with the same spellings; a line of text may begin like anything."""
+    question = {"role": "user", "content": "one\u2028still one"}
+    records = [
+        {"messages": [question]},
+        {"prompt": "one\u2028still one"},
+        {"conversations": [{"from": "human", "value": "one\u2028still one"}, {"from": "gpt", "value": "OLD"}]},
+        {"prompt": [question]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "one\u2028still one"}]}]},
+    ]
+    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.encode())
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "array.json").write_text(json.dumps(records))
+    (tmp_path / "one.json").write_text(json.dumps(records[0], indent=2))
+    for name in ("a.jsonl", "bom.jsonl", "a.jsonl.gz", "array.json", "one.json"):
+        found = read_prompts(tmp_path / name)
+        assert [p.messages for p in found] == [[question]] * (1 if name == "one.json" else 5), name
+    pq.write_table(pa.Table.from_pylist([{"prompt": "one\u2028still one"}]), tmp_path / "a.parquet")
+    assert read_prompts(tmp_path / "a.parquet")[0].messages == [question]
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf[INST] hi\r\n\n12\n")
+    assert [p.last for p in read_prompts(tmp_path / "a.txt")] == ["[INST] hi", "12"]
+    wrong = {
+        b'{"prompt": "x"}\n{"text": "y"}\n': "line 2: no conversation to answer",
+        b'{"prompt": "x"}\n{"prom\n': "line 2: not JSON",
+        b'{"messages": [{"role": "wizard", "content": "x"}]}': "entry 1: unknown role 'wizard'",
+        b'{"messages": [{"role": "assistant", "content": "x"}]}': "entry 1: no user turn",
+        b'{"prompt": "\\ud800"}': "entry 1: the text is not valid Unicode",
+        b"\xff\xfe": "not UTF-8",
+    }
+    for content, message in wrong.items():
+        (tmp_path / "wrong.jsonl").write_bytes(content)
+        with pytest.raises(ValueError, match=rf"--prompts .*wrong\.jsonl.*{message}"):
+            read_prompts(tmp_path / "wrong.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("temperature", "nan"), ("dtype", "foo"), ("device", "cuda:9"), ("device", "x")]
+)
+def test_bad_options_are_named(tiny_target: str, tmp_path: Path, capsys, option: str, value: str) -> None:
+    folder = save(make_drafter(tiny_target), tmp_path / "drafter")
+    command = ["generate", "--target", tiny_target, "--drafter", folder, "--prompt", "red", "--device", "cpu"]
+    assert main([*command, f"--{option}", value]) == 2
+    said = capsys.readouterr().err
+    assert f"{option}=" in said
+    assert value in said
 
 
 def test_fewer_drafted_tokens(tiny_target: str, tmp_path: Path, capsys) -> None:

@@ -35,7 +35,7 @@ ALLOWED = {
     "row_figures": {"producer"},
     "prepare": {"cli", "data", "fill_cache", "row_figures", "target"},
     "regenerate": {"cli", "data", "target"},
-    "prompts": set(),
+    "prompts": {"data"},
     "speculative": {"drafter", "target", "prompts"},
     "chat": {"drafter", "speculative"},
     "generate": {"chat", "cli", "drafter", "prompts", "speculative"},

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
-from .messages import Chat, Message, SkipRow, parse_record
+from .messages import Message, SkipRow, parse_prompt
 from .readers import read_records
+
+_LINE_START = b'{"key": "'  # of every line of an output file
 
 
 class Answer(NamedTuple):
@@ -36,6 +42,7 @@ class Conversation:
 
     id: str
     turns: list[Message]
+    key: str
     done: list[Message] = field(default_factory=list)
     truncated: bool = False
 
@@ -74,7 +81,7 @@ class Summary:
 
 
 def conversations(files: Iterable[Path], summary: Summary, option: str = "--data") -> Iterator[Conversation]:
-    """The conversations of `files`, each with an id that stays the same from run to run: "file:line"."""
+    """The conversations of `files`; an id is the record's own, else "file:line"."""
     for file in files:
         for record in read_records(file, option):
             try:
@@ -85,23 +92,21 @@ def conversations(files: Iterable[Path], summary: Summary, option: str = "--data
                 summary.skipped[str(skipped)] = summary.skipped.get(str(skipped), 0) + 1
                 continue
             given = record.value.get("id")
-            yield Conversation(str(given) if given is not None else record.source, turns)
+            name = str(given) if given is not None else record.source
+            yield Conversation(name, turns, _key(name, turns))
 
 
 def _turns(value: dict[str, Any]) -> list[Message]:
     """Turns to go through; a user turn at the end is a question too."""
-    prompt = value.get("prompt")
-    if isinstance(prompt, str) and not value.get("response") and not value.get("messages"):
-        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": ""}]
-    messages = value.get("messages")
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    if isinstance(messages, list) and isinstance(last, dict) and last.get("role") in ("user", "human"):
-        value = {**value, "messages": [*messages, {"role": "assistant", "content": "-"}]}
-    parsed = parse_record(value)
-    if not isinstance(parsed, Chat):
-        raise SkipRow("no conversation to answer")
+    messages = parse_prompt(value)
+    try:
+        json.dumps(messages, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise SkipRow("the text is not valid Unicode (a lone surrogate)") from None
+    if messages[-1]["role"] == "user":
+        messages = [*messages, {"role": "assistant", "content": ""}]
     turns = []
-    for turn in parsed.messages:
+    for turn in messages:
         if turn["role"] == "tool" or turn.get("tool_calls"):
             break  # what a tool says depends on how it was called
         turns.append(turn)
@@ -112,25 +117,45 @@ def _turns(value: dict[str, Any]) -> list[Message]:
     return turns
 
 
-def finished_ids(out: Path) -> set[str]:
-    """Ids in an output file; a line that a kill cut off at the end is taken away."""
-    if not out.exists():
-        return set()
-    ids: set[str] = set()
+def _key(name: str, turns: list[Message]) -> str:
+    """What tells rows apart: files in different folders, or a careless writer, may give two rows one id."""
+    return hashlib.blake2b(json.dumps([name, turns]).encode(), digest_size=8).hexdigest()
+
+
+def finished_keys(file: BinaryIO, option: str = "--out") -> set[str]:
+    """Keys of the rows in an output file; a line that a kill cut off at its end is taken away.
+
+    Raises ValueError, and changes nothing, where the file holds anything else.
+    """
+    keys: set[str] = set()
     whole = 0
-    with out.open("rb") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                break
-            if not line.endswith(b"\n"):
-                break
-            ids.add(row["id"])
-            whole += len(line)
-    with out.open("rb+") as file:
-        file.truncate(whole)
-    return ids
+    for number, line in enumerate(file, 1):
+        if not line.endswith(b"\n") and line[: len(_LINE_START)] == _LINE_START[: len(line)]:
+            break
+        try:
+            keys.add(json.loads(line)["key"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise ValueError(
+                f"{option}={file.name}: line {number} was not written by `dflash regenerate`; give another file"
+            ) from None
+        whole += len(line)
+    file.truncate(whole)
+    file.seek(0, os.SEEK_END)
+    return keys
+
+
+@contextlib.contextmanager
+def open_output(out: Path, option: str = "--out") -> Iterator[BinaryIO]:
+    """The output file, read and written by this process alone. ValueError where another one writes it."""
+    if out.is_dir():
+        raise ValueError(f"{option}={out}: this is a folder; give a file")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("r+b" if out.exists() else "w+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{option}={out}: another process writes it right now") from None
+        yield file
 
 
 def regenerate(
@@ -143,17 +168,16 @@ def regenerate(
     progress: Any = None,
 ) -> Summary:
     """Answer every conversation and append it to `out` as it is done; rows that `out` holds are not asked again."""
-    done = finished_ids(out)
     waiting = iter(source)
     active: list[Conversation] = []
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("a", encoding="utf-8") as file:
+    with open_output(out) as file:
+        done = finished_keys(file)
         while True:
             while len(active) < answerer.concurrency and (row := next(waiting, None)) is not None:
-                if row.id in done:
+                if row.key in done:
                     summary.already += 1
                 elif row.advance():
-                    done.add(row.id)
+                    done.add(row.key)
                     active.append(row)
             if not active:
                 return summary
@@ -169,8 +193,8 @@ def regenerate(
                     continue
                 summary.truncated += row.truncated
                 if not (row.truncated and drop_truncated):
-                    line = {"id": row.id, "messages": row.done, "truncated": row.truncated}
-                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                    line = {"key": row.key, "id": row.id, "messages": row.done, "truncated": row.truncated}
+                    file.write(json.dumps(line, ensure_ascii=False).encode(errors="replace") + b"\n")
                     summary.written += 1
                 if progress is not None:
                     progress.update()

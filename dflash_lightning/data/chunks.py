@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 _RECORDS = 256  # records of a chunk: less than a second of work
 _BYTES = 1 << 20  # of a chunk; a longer record is a chunk of its own
 _PIECE = 1 << 20  # characters of a JSON array read at once
+_ZST_PIECE = 1 << 14  # compressed bytes taken at once; a thousandfold of it is still little memory
 _LONGEST = 1 << 28  # characters of one element of a JSON array; what is longer counts as damaged
 LINE_SUFFIXES = {".jsonl", ".ndjson", ".json"}
 ARROW_SUFFIXES = {".arrow", ".feather", ".ipc"}
@@ -51,8 +52,8 @@ def read_chunks(file: Path, option: str = "data.train", skip: int = 0) -> Iterat
             yield from _arrow(file, skip)
         else:
             with _open(file, option) as (stream, position):
-                if suffix(file) == ".json" and _starts_array(stream):
-                    yield from _array(stream, position, skip)
+                if suffix(file) == ".json" and (array := _is_array(stream)) is not None:
+                    yield from _values(stream, position, skip, array)
                 else:
                     yield from _lines(stream, position, skip)
     except (OSError, EOFError, pa.ArrowException) as error:
@@ -88,19 +89,33 @@ def _zst(file: Path, raw: BinaryIO, option: str) -> io.RawIOBase:
         raise ValueError(f"{option}: {str(file)!r} needs the package zstandard: pip install zstandard") from error
 
     class Source(io.RawIOBase):
-        """zstandard's own errors as OSError, like every other damaged file."""
+        """One frame after the other. zstandard's own reader takes a file that breaks off inside a frame for a whole
+        one; here that, like any other damage, is an OSError."""
 
         def __init__(self) -> None:
-            self.reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+            self.frame: Any = None
+            self.compressed = self.content = b""
 
         def readable(self) -> bool:
             return True
 
         def readinto(self, buffer: Any) -> int:
-            try:
-                return self.reader.readinto(buffer)
-            except zstandard.ZstdError as error:
-                raise OSError(str(error)) from error
+            while not self.content:
+                self.compressed = self.compressed or raw.read(_ZST_PIECE)
+                if not self.compressed:
+                    if self.frame is not None:
+                        raise OSError("the file breaks off inside a zstd frame")
+                    return 0
+                self.frame = self.frame or zstandard.ZstdDecompressor().decompressobj()
+                try:
+                    self.content = self.frame.decompress(self.compressed)
+                except zstandard.ZstdError as error:
+                    raise OSError(str(error)) from error
+                self.compressed = self.frame.unused_data if self.frame.eof else b""
+                self.frame = None if self.frame.eof else self.frame
+            size = min(len(buffer), len(self.content))
+            buffer[:size], self.content = self.content[:size], self.content[size:]
+            return size
 
     return Source()
 
@@ -120,17 +135,27 @@ def _lines(stream: BinaryIO, position: Callable[[], int], skip: int) -> Iterator
         yield Chunk("lines", number - len(lines) + 1, len(lines), b"".join(lines), position())
 
 
-def _starts_array(stream: io.BufferedReader) -> bool:
-    return stream.peek(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+def _is_array(stream: io.BufferedReader) -> bool | None:
+    """Whether the file is one array; None where it holds a record a line, False for records spread over lines."""
+    start = stream.peek(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start[:1] == b"[":
+        return True
+    line, ended, _ = start.partition(b"\n")
+    if line[:1] == b"{" and ended:
+        with contextlib.suppress(ValueError, RecursionError):
+            json.loads(line)
+            return None
+        return False
+    return None
 
 
-def _array(stream: BinaryIO, position: Callable[[], int], skip: int) -> Iterator[Chunk]:
+def _values(stream: BinaryIO, position: Callable[[], int], skip: int, array: bool) -> Iterator[Chunk]:
     # Kept here: the wrapper closes the stream when it goes, and the position is asked for after that.
     reader = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace")
     values: list[str] = []
     size = number = 0
     fault = ""
-    for value in _elements(reader):
+    for value in _elements(reader, array):
         if isinstance(value, _Damage):
             fault = str(value)
             break
@@ -150,14 +175,19 @@ class _Damage(str):
     """Why the rest of an array cannot be read."""
 
 
-def _elements(reader: io.TextIOWrapper) -> Iterator[str]:
-    """The texts of a JSON array's elements. A damaged one ends the file: nothing tells where the next one starts."""
+def _elements(reader: io.TextIOWrapper, array: bool) -> Iterator[str]:
+    """The texts of JSON values, in an array or one after the other.
+
+    A damaged one ends the file: nothing tells where the next one starts.
+    """
     decoder = json.JSONDecoder()
-    buffer, position, ended = reader.read(_PIECE).lstrip(), 1, False
+    buffer, position, ended = reader.read(_PIECE).lstrip(), int(array), False
     while True:
         while position < len(buffer) and buffer[position] in " \t\r\n,":
             position += 1
-        if position < len(buffer) and buffer[position] == "]":
+        if position < len(buffer) and buffer[position] == "]" and array:
+            return
+        if position == len(buffer) and ended and not array:
             return
         try:
             _, end = decoder.raw_decode(buffer, position)
@@ -173,7 +203,7 @@ def _elements(reader: io.TextIOWrapper) -> Iterator[str]:
             position = end
             continue
         if ended or len(buffer) - position > _LONGEST:
-            yield _Damage("not JSON: the array breaks off or is damaged here")
+            yield _Damage("not JSON: the file breaks off or is damaged here")
             return
         # Doubling keeps a value longer than the piece linear in its length.
         more = reader.read(max(_PIECE, len(buffer) - position))

@@ -69,24 +69,12 @@ def parse_record(record: Mapping[str, Any], vocab_size: int | None = None) -> Ch
 
     An empty column (null, "" or []) counts as absent. Raises SkipRow.
     """
-    for column in _MEDIA_COLUMNS:
-        if record.get(column):
-            _skip(f"has {column}; only text conversations can be used")
-    present = {key for key, value in record.items() if value is not None and value != "" and value != []}
+    present = _present(record)
     if {"input_ids", "loss_mask"} <= present:
         return _ready(record["input_ids"], record["loss_mask"], record.get("group"), vocab_size)
-    for column in ("messages", "conversations", "conversation"):
-        if column in present:
-            messages = _messages(record[column], column)
-            system = record.get("system")
-            if isinstance(system, str) and system and messages[0]["role"] != "system":
-                messages.insert(0, {"role": "system", "content": system})
-            return Chat(messages, _tools(record.get("tools")))
-    if "prompt" in present:
-        for column in ("response", "completion"):
-            if column in present:
-                messages = _side(record["prompt"], "prompt", "user") + _side(record[column], column, "assistant")
-                return Chat(messages, _tools(record.get("tools")))
+    messages = _conversation(record, present)
+    if messages:
+        return Chat(messages, _tools(record.get("tools")))
     if "text" in present:
         if not isinstance(record["text"], str):
             _skip(f"text is {_kind(record['text'])}, not a string")
@@ -97,9 +85,43 @@ def parse_record(record: Mapping[str, Any], vocab_size: int | None = None) -> Ch
     _skip(NO_COLUMN)
 
 
+def parse_prompt(record: Mapping[str, Any]) -> list[Message]:
+    """The turns of a conversation that may wait for an answer: one of `parse_record`, or a `prompt` alone.
+
+    Raises SkipRow.
+    """
+    messages = _conversation(record, _present(record), prompt_alone=True)
+    if not messages:
+        _skip("no conversation to answer")
+    return messages
+
+
 def normalize_messages(messages: Any) -> list[Message]:
     """A list of messages in any of the accepted spellings, in ours. Raises SkipRow."""
     return _messages(messages, "messages")
+
+
+def _present(record: Mapping[str, Any]) -> set[str]:
+    for column in _MEDIA_COLUMNS:
+        if record.get(column):
+            _skip(f"has {column}; only text conversations can be used")
+    return {key for key, value in record.items() if value is not None and value != "" and value != []}
+
+
+def _conversation(record: Mapping[str, Any], present: set[str], prompt_alone: bool = False) -> list[Message]:
+    """The record's turns, [] where it has none."""
+    messages: list[Message] = []
+    column = next((c for c in ("messages", "conversations", "conversation") if c in present), None)
+    answer = next((c for c in ("response", "completion") if c in present), None)
+    if column:
+        messages = _messages(record[column], column)
+    elif "prompt" in present and (answer or prompt_alone):
+        messages = _side(record["prompt"], "prompt", "user")
+        messages += _side(record[answer], answer, "assistant") if answer else []
+    system = record.get("system")
+    if messages and isinstance(system, str) and system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
 
 
 def _skip(reason: str) -> NoReturn:

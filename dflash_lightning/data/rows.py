@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 REPORT = "report.json"
 MOST_ROWS_WITH_MASK_TOKEN = 0.01  # above this share it is no oddity of a few rows but a token of the language
 FORMAT_VERSION = 2  # of prepared folders
-RULES_VERSION = 2  # raised when the same records give other rows
+RULES_VERSION = 3  # raised when the same records give other rows
 VERSIONS = (FORMAT_VERSION, RULES_VERSION)  # part of every cache key
 
 

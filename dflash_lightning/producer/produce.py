@@ -85,12 +85,6 @@ def producer_config(
     )
 
 
-def check_dtype(option: str, dtype: str) -> None:
-    """Raise ValueError, which names the option, where `producer_config` could make nothing of `dtype`."""
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"{option}={dtype!r}: 'auto' or a torch dtype such as 'bfloat16'")
-
-
 class TargetLoadError(RuntimeError):
     """The target could not be loaded when a batch asked for it; asking again would not help."""
 

@@ -20,6 +20,21 @@ _FINAL_NORM_NAMES = (
 )  # fmt: skip
 
 
+def check_dtype(option: str, dtype: str | torch.dtype) -> None:
+    """Raise ValueError, naming `option`, for what is neither "auto" nor a floating dtype of torch."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(f"{option}={dtype!r}: 'auto' or a torch dtype such as 'bfloat16'")
+
+
+def _check_device(device: torch.device | str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device={str(device)!r} cannot be used: {reason}") from None
+
+
 def load_model(
     target: str,
     *,
@@ -38,7 +53,10 @@ def load_model(
 
     Raises:
         OSError: the target is no folder, no package and no reachable hub name.
+        ValueError: there is no such dtype or device.
     """
+    check_dtype("dtype", dtype)
+    _check_device(device)
     name = resolve_target(target)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)

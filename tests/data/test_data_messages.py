@@ -18,6 +18,7 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": None}}}
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, [USER, ANSWER]),
         ({"messages": '[{"role": "user", "content": "a"}]'}, [USER]),
         ({"prompt": "a", "response": "b"}, [USER, ANSWER]),
+        ({"system": "s", "prompt": "a", "response": "b"}, [{"role": "system", "content": "s"}, USER, ANSWER]),
         ({"prompt": [USER], "completion": [ANSWER]}, [USER, ANSWER]),
         ({"system": "s", "messages": [USER]}, [{"role": "system", "content": "s"}, USER]),
         ({"messages": [{"role": "developer", "content": "d"}]}, [{"role": "developer", "content": "d"}]),

@@ -45,6 +45,34 @@ def test_zst_needs_its_package_or_reads(tmp_path):
     assert [record.value for record in read_records(tmp_path / "a.jsonl.zst")] == VALUES
 
 
+def test_a_zst_file_that_breaks_off_is_no_whole_one(tmp_path):
+    zstandard = sys.modules.get("zstandard") or pytest.importorskip("zstandard")
+    file = tmp_path / "a.jsonl.zst"
+    frames = [zstandard.ZstdCompressor().compress(LINES) for _ in range(3)]
+    file.write_bytes(b"".join(frames))
+    assert [record.value for record in read_records(file)] == VALUES * 3
+    file.write_bytes(b"".join(frames)[:-7])
+    with pytest.raises(ValueError, match=r"data\.train: cannot read .*a\.jsonl\.zst.*breaks off inside a zstd frame"):
+        list(read_records(file))
+    file.write_bytes(frames[0] + b"no frame at all")
+    with pytest.raises(ValueError, match="cannot read"):
+        list(read_records(file))
+
+
+def test_records_spread_over_lines(tmp_path, monkeypatch):
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(VALUES[0], indent=2))
+    assert [record.value for record in read_records(file)] == VALUES[:1]
+    file.write_text("\n".join(json.dumps(value, indent=2) for value in VALUES) + "\n\n")
+    for piece in (5, chunks._PIECE):
+        monkeypatch.setattr(chunks, "_PIECE", piece)
+        assert [record.value for record in read_records(file)] == VALUES
+    file.write_text(json.dumps(VALUES[0], indent=2)[:-4])
+    (record,) = read_records(file)
+    assert record.value is None
+    assert "breaks off" in record.fault
+
+
 def test_zst_without_its_package_names_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     (tmp_path / "a.jsonl.zst").write_bytes(b"x")
