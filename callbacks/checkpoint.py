@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,10 @@ def find_last_checkpoint(folder: str | Path) -> Path | None:
 
 
 def checkpoint_step(file: str | Path) -> int | None:
-    """`global_step` of a checkpoint, read without its tensors; None when the file is not whole."""
+    """`global_step` of a checkpoint, read without its tensors; None when the file is not whole or not Lightning's."""
     if not zipfile.is_zipfile(file):  # the archive's directory is written last
         return None
-    return int(torch.load(file, map_location="meta", weights_only=True, mmap=True)["global_step"])
+    try:
+        return int(torch.load(file, map_location="meta", weights_only=True, mmap=True)["global_step"])
+    except (RuntimeError, pickle.UnpicklingError, LookupError, TypeError, ValueError, EOFError):
+        return None

@@ -22,9 +22,11 @@ from dflash_lightning.producer.produce import ProducerConfig, producer_config
 from dflash_lightning.producer.slots import check_memory
 from dflash_lightning.producer.source import InlineSource, Source
 from dflash_lightning.row_sets import RowSets
+from dflash_lightning.settings import changes, plain
 from dflash_lightning.target.loading import check_dtype
 
 Device = int | Literal["cpu"]
+_NOT_OF_THE_PLAN = ("data.target_dtype", "data.attn_implementation")  # the rows stay, their hidden states change
 
 
 class HiddenStateDataModule(LightningDataModule):
@@ -115,6 +117,10 @@ class HiddenStateDataModule(LightningDataModule):
             train_weights=train_weights,
             val_fraction=val_fraction,
         )
+        names = "train train_weights val_fraction max_seq_len min_supervised_tokens token_budget num_buckets seed"
+        given = locals()
+        self._settings = {f"data.{name}": plain(given[name]) for name in names.split()}
+        self._settings |= {key: plain(given[key.removeprefix("data.")]) for key in _NOT_OF_THE_PLAN}
         self.target_devices = list(target_devices)
         self.token_budget = token_budget
         self.max_seq_len = max_seq_len
@@ -215,17 +221,20 @@ class HiddenStateDataModule(LightningDataModule):
             "world_size": self.trainer.world_size if self.trainer else 1,
             "reuse": self.reuse,
             "plan": self._fingerprint or "",
+            "settings": self._settings,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         cursor = Cursor(int(state_dict["epoch"]), int(state_dict["batch"]), int(state_dict["pass"]))
         changed = []
+        saved, now = state_dict.get("settings", {}), self._settings
         if self._fingerprint is not None and state_dict["plan"] != self._fingerprint:
-            changed.append(
-                "the batch plan (data.train, data.seed, data.token_budget, data.num_buckets, data.max_seq_len)"
-            )
+            named = changes({key: saved[key] for key in saved if key not in _NOT_OF_THE_PLAN}, now)
+            changed += named or ["the rows of data.train are others (content, chat template or tokenizer)"]
         if state_dict["reuse"] != self.reuse:
-            changed.append(f"data.reuse ({state_dict['reuse']} -> {self.reuse})")
+            changed.append(f"data.reuse is {self.reuse} now; the checkpoint had {state_dict['reuse']}")
+        for change in changes({key: saved[key] for key in saved if key in _NOT_OF_THE_PLAN}, now):
+            rank_zero_warn(change)
         if changed and self.on_plan_change == "error":
             raise ValueError(
                 f"the checkpoint was made with other settings: {'; '.join(changed)}. Restore them, or start the "

@@ -27,6 +27,7 @@ from dflash_lightning.drafter.model import DFlashDraftModel
 from dflash_lightning.drafter.objective import LMHead, LossOutput, Objective
 from dflash_lightning.profiling import _prof_add, span
 from dflash_lightning.schedules import HiddenStateNoise, WarmupCosineLR
+from dflash_lightning.settings import OptimizerSettings, Settings, changes, plain, trainer_settings
 from dflash_lightning.sigterm import ThrottledSigtermCheck
 from dflash_lightning.target.loading import FrozenHead, load_frozen_head
 from dflash_lightning.target.mask_token import check_mask_token, choose_mask_token
@@ -143,7 +144,10 @@ class DFlashModule(LightningModule):
         self._window_may_be_empty = True
         self._grad_norm: Tensor | None = None
         self._total_steps = 0
-        self._optimizer_settings: list[dict[str, Any]] = []
+        names = {"max_anchors": max_anchors, "gamma": gamma, "loss": loss, "weights": weights, "alpha": alpha}
+        self._settings = {f"model.{k}": plain(v) for k, v in {**names, "noise": noise}.items()}
+        self._saved_settings: Settings = {}
+        self._optimizer_settings: OptimizerSettings | None = None
         self._optimizer_step_started: tuple[float, Any] = (0.0, None)
         self._device_times = DeviceTimes(None)
 
@@ -178,13 +182,15 @@ class DFlashModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer_callable(self.drafter.parameters())
-        self._optimizer_settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        self._optimizer_settings = OptimizerSettings(optimizer)
+        self._optimizer_settings.check_kind(self._saved_settings)
         self._total_steps = int(self.trainer.estimated_stepping_batches)
         if self.scheduler_callable is None:
             return optimizer
         scheduler = self.scheduler_callable(optimizer)
         if isinstance(scheduler, WarmupCosineLR) and scheduler.total_steps is None:
             scheduler.set_total_steps(self._total_steps)
+        self._optimizer_settings.add_scheduler(scheduler)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_fit_start(self) -> None:
@@ -194,16 +200,16 @@ class DFlashModule(LightningModule):
             self.train_metrics.reset()
 
     def on_train_start(self) -> None:
-        """Let the configured optimizer settings win over those that a checkpoint brought, and say which."""
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        assert isinstance(optimizer, Optimizer)
-        # A scheduler that was given another base rate sets it by itself, at its next step.
-        scheduled = {"lr", "initial_lr"} if self.scheduler_callable is not None else set()
-        for group, configured in zip(optimizer.param_groups, self._optimizer_settings, strict=True):
-            for key in configured.keys() - scheduled:
-                if group[key] != configured[key]:
-                    rank_zero_warn(f"model.optimizer: {key} is {configured[key]} now; the checkpoint had {group[key]}")
-                    group[key] = configured[key]
+        """Let the configured settings win over those that a checkpoint brought, and say which."""
+        assert self._optimizer_settings is not None
+        self._optimizer_settings.reapply(self._saved_settings)
+        for change in changes(self._saved_settings, self.settings()):
+            rank_zero_warn(change)
+
+    def settings(self) -> Settings:
+        """What decides what this run learns, beside the drafter's config and the data; plain values."""
+        optimizer = {} if self._optimizer_settings is None else self._optimizer_settings.settings
+        return {**self._settings, **trainer_settings(self.trainer), **optimizer}
 
     # Steps.
 
@@ -354,6 +360,7 @@ class DFlashModule(LightningModule):
         checkpoint[CHECKPOINT_KEY] = {
             "draft_config": self.drafter.config.to_diff_dict(),
             "target": self.target,
+            "settings": self.settings(),
             # For the exported model's card and its check against the target's length.
             "trained_max_length": getattr(getattr(self._trainer, "datamodule", None), "max_seq_len", None),
             "scores": dict(self.last_logged),
@@ -363,6 +370,7 @@ class DFlashModule(LightningModule):
         saved = checkpoint.get(CHECKPOINT_KEY)
         if saved is None:
             raise ValueError("this checkpoint was not made by dflash-lightning: it holds no draft_config")
+        self._saved_settings = saved.get("settings", {})
         if saved["target"] != self.target:
             rank_zero_warn(f"data.target is {self.target!r} now; the checkpoint was trained for {saved['target']!r}")
         ours = self.drafter.config.to_diff_dict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from lightning.pytorch import Callback
 
 from dflash_lightning.batch import Cursor
 from dflash_lightning.callbacks import DrafterCheckpoint, StageProfilerCallback, find_last_checkpoint
+from dflash_lightning.optim import MuonAdamW
+from dflash_lightning.schedules import HiddenStateNoise
 
 from .conftest import read_scalars
 
@@ -137,9 +140,9 @@ def test_a_changed_plan_is_refused_by_name_or_starts_the_epoch_again(make_run, w
     train = write_chats(40)
     _, folder = run(make_run, train, 3, name="run")
     checkpoint = find_last_checkpoint(folder / "checkpoints")
-    with pytest.raises(ValueError, match=r"data\.token_budget"):
+    with pytest.raises(ValueError, match=r"data\.token_budget is 300 now; the checkpoint had \d+"):
         run(make_run, train, 6, name="run", ckpt=checkpoint, data_token_budget=300)
-    with pytest.raises(ValueError, match=r"data\.reuse \(1 -> 2\)"):
+    with pytest.raises(ValueError, match=r"data\.reuse is 2 now; the checkpoint had 1"):
         run(make_run, train, 6, name="run", ckpt=checkpoint, data_reuse=2)
     options = {"data_token_budget": 300, "data_on_plan_change": "restart_epoch"}
     with pytest.warns(UserWarning, match="starts again"):
@@ -158,6 +161,96 @@ def test_changed_optimizer_settings_win_at_resume_and_are_named(make_run, write_
     rates = dict(read_scalars(folder)["train/lr"])
     assert max(rate for step, rate in rates.items() if step > 6) <= 1e-5
     assert rates[20] < 1e-7, "the schedule ends with the new max_steps"
+
+
+def rates(folder: Path) -> dict[int, float]:
+    return dict(read_scalars(folder)["train/lr"])
+
+
+def adamw(lr: float = 1e-3):
+    return {"model_optimizer": lambda p: torch.optim.AdamW(p, lr=lr, fused=True)}
+
+
+def test_changed_scheduler_settings_win_at_resume_and_are_named(make_run, write_chats: Callable[..., str]) -> None:
+    """Schedulers keep their arguments in their state: what the user changed must come through it."""
+    train = write_chats(60)
+
+    def steps(size: int, factor: float):
+        return {"model_scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=size, gamma=factor)}
+
+    _, folder = run(make_run, train, 10, name="cut", crash=4, **adamw(), **steps(100, 0.1))
+    checkpoint = find_last_checkpoint(folder / "checkpoints")
+    with pytest.warns(UserWarning, match=r"model\.scheduler\.step_size is 5 now; the checkpoint had 100") as caught:
+        _, folder = run(make_run, train, 10, name="cut", ckpt=checkpoint, **adamw(2e-3), **steps(5, 0.5))
+    named = [str(w.message) for w in caught if "now; the checkpoint had" in str(w.message)]
+    wanted = {"model.scheduler.step_size", "model.scheduler.gamma", "model.optimizer.lr"}
+    assert {text.split(" is ")[0] for text in named} == wanted
+    found = rates(folder)
+    assert found[4] == pytest.approx(1e-3)
+    assert found[5] == pytest.approx(1e-3), "the rate that the step ends with: the fifth step crosses the boundary"
+    assert found[6] == pytest.approx(1e-3)
+    assert found[10] == pytest.approx(5e-4)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1e-2, total_steps=20),
+        lambda o: torch.optim.lr_scheduler.SequentialLR(
+            o,
+            [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+            milestones=[3],
+        ),
+        None,
+    ],
+    ids=["one_cycle", "sequential", "none"],
+)
+def test_unchanged_settings_are_left_alone(make_run, write_chats: Callable[..., str], scheduler, recwarn) -> None:
+    train = write_chats(60)
+    options = {**adamw(), "model_scheduler": scheduler}
+    whole, whole_folder = run(make_run, train, 10, name="whole", **options)
+    _, folder = run(make_run, train, 10, name="cut", crash=5, **options)
+    rest, folder = run(
+        make_run, train, 10, name="cut", ckpt=find_last_checkpoint(folder / "checkpoints"), **options
+    )  # fmt: skip
+    assert rest.losses == whole.losses[4:]
+    assert rates(folder) == rates(whole_folder)
+    assert not [w for w in recwarn if "now; the checkpoint had" in str(w.message)]
+
+
+def test_every_changed_setting_is_named(make_run, write_chats: Callable[..., str]) -> None:
+    train = write_chats(40)
+    _, folder = run(make_run, train, 2, name="run", data_reuse=1)
+    changed = {
+        "model_max_anchors": 8, "model_gamma": 3.0, "model_loss": {"ce": 0.5, "kl": 0.5},
+        "model_noise": HiddenStateNoise(0.1), "model_scheduler": None, "data_target_dtype": "bfloat16",
+        "trainer_gradient_clip_val": 0.5, "trainer_accumulate_grad_batches": 2, "trainer_precision": "bf16-mixed",
+    }  # fmt: skip
+    with pytest.warns(UserWarning) as caught:
+        run(make_run, train, 4, name="run", ckpt=find_last_checkpoint(folder / "checkpoints"), **changed)
+    named = {str(w.message).split(" is ")[0] for w in caught if "now; the checkpoint had" in str(w.message)}
+    wanted = {key.replace("_", ".", 1) for key in changed} | {"trainer.max_steps"}
+    assert wanted <= named
+    # A scheduler's own arguments go with it.
+    assert all(name.startswith("model.scheduler.") for name in named - wanted)
+
+
+def test_another_optimizer_is_refused_at_resume(make_run, write_chats: Callable[..., str]) -> None:
+    train = write_chats(40)
+    _, folder = run(make_run, train, 2, name="run", **adamw())
+    for other in (lambda p: torch.optim.SGD(p, lr=0.1), MuonAdamW):
+        with pytest.raises(ValueError, match=r"model\.optimizer is .*(SGD|MuonAdamW); .* state of torch\..*AdamW\."):
+            run(
+                make_run, train, 4, name="run", ckpt=find_last_checkpoint(folder / "checkpoints"),
+                model_optimizer=other,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
+def test_every_precision_trains(make_run, write_chats: Callable[..., str], precision: str) -> None:
+    record, _ = run(make_run, write_chats(20), 3, name="run", trainer_precision=precision)
+    assert len(record.losses) == 3
+    assert all(math.isfinite(loss) and loss > 0 for loss in record.losses)
 
 
 def test_a_finished_run_trains_on_where_it_stopped(make_run, write_chats: Callable[..., str]) -> None:

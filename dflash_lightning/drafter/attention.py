@@ -296,7 +296,7 @@ def _gather_rows(x_NKAd: Tensor, group: BlockGroup, num_kv: int) -> Tensor:
     """Rows of a group in the order (block, head of its key/value head, slot): a float32 copy [V, R, d]."""
     x = x_NKAd[group.first : group.last]
     rows = x.unflatten(2, (num_kv, -1)).permute(2, 0, 3, 1, 4)
-    return torch.empty(rows.shape, device=x.device).copy_(rows).view(num_kv, -1, x.shape[-1])
+    return torch.empty(rows.shape, dtype=torch.float32, device=x.device).copy_(rows).view(num_kv, -1, x.shape[-1])
 
 
 def _scatter_rows(out_NKAd: Tensor, rows_VRd: Tensor, group: BlockGroup) -> None:

@@ -102,7 +102,7 @@ class _HeadLosses(torch.autograd.Function):
     def forward(ctx, hidden_MH, target_MH, head, labels_M, terms, chunk_size):
         rows = hidden_MH.shape[0]
         with_grad = ctx.needs_input_grad[0]
-        loss_M, nll_M = (torch.empty(rows, device=hidden_MH.device) for _ in range(2))
+        loss_M, nll_M = (torch.empty(rows, dtype=torch.float32, device=hidden_MH.device) for _ in range(2))
         correct_M = torch.empty(rows, dtype=torch.bool, device=hidden_MH.device)
         grad_MH = torch.empty_like(hidden_MH) if with_grad else None
         with torch.autocast(hidden_MH.device.type, enabled=False):
