@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 LAST = "last.ckpt"
 _PARTIAL = ".partial"
@@ -83,6 +84,21 @@ class DrafterCheckpoint(ModelCheckpoint):
         # `every_n_train_steps` leaves out the last steps of a run.
         self._save_unless_saved(trainer)
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        # A scheduler's way to end a job; training stands between two batches. The ranks notice it one after the other,
+        # so rank 0 saves alone: Lightning's own way would wait for the others.
+        if not isinstance(exception, SIGTERMException) or not (trainer.training and trainer.is_global_zero):
+            return
+        if self._last_global_step_saved == trainer.global_step or trainer.global_step == 0:
+            return
+        file = self.format_checkpoint_name(self._monitor_candidates(trainer))
+        previous, self.best_model_path = self.best_model_path, file
+        trainer.strategy.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(), file)
+        self._link(Path(file))
+        if self.save_top_k == 1 and previous and previous != file:
+            Path(previous).unlink(missing_ok=True)
+
     def _save_unless_saved(self, trainer: Trainer) -> None:
         if self._last_global_step_saved != trainer.global_step and trainer.global_step > 0:
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
@@ -90,11 +106,14 @@ class DrafterCheckpoint(ModelCheckpoint):
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         super()._save_checkpoint(trainer, filepath)
         if trainer.is_global_zero:
-            link = Path(filepath).with_name(LAST)
-            fresh = link.with_name(LAST + _PARTIAL)
-            fresh.unlink(missing_ok=True)
-            fresh.symlink_to(Path(filepath).name)
-            fresh.replace(link)
+            self._link(Path(filepath))
+
+    @staticmethod
+    def _link(file: Path) -> None:
+        fresh = file.with_name(LAST + _PARTIAL)
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(file.name)
+        fresh.replace(file.with_name(LAST))
 
 
 def find_last_checkpoint(folder: str | Path) -> Path | None:

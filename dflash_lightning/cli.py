@@ -6,9 +6,12 @@ import importlib
 import math
 import os
 import select
+import signal
 import sys
 from pathlib import Path
 from typing import Any
+
+from dflash_lightning.orphans import end_with_parent
 
 _TOOLS = {
     "prepare": ("dflash_lightning.prepare", "conversations to rows of token ids and loss mask; shows rows decoded"),
@@ -28,8 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         if command in _TOOLS:
             return importlib.import_module(_TOOLS[command][0]).main(argv[1:])
         if command in _LIGHTNING:
-            _run_lightning(argv)
-            return 0
+            return _run_lightning(argv)
     except BrokenPipeError:
         if not _nobody_reads():
             raise
@@ -73,12 +75,25 @@ def _is_users_mistake(error: BaseException) -> bool:
     return module.startswith("dflash_lightning.")
 
 
-def _run_lightning(argv: list[str]) -> None:
+def _run_lightning(argv: list[str]) -> int:
+    rank = int(os.environ.get("LOCAL_RANK") or 0)
+    if rank > 0:
+        # Before anything that takes time: rank 0, or torchrun, may die while this rank still starts.
+        end_with_parent()
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
     from dflash_lightning.training_cli import DFlashCLI
 
     # LightningCLI reads sys.argv itself where no arguments are given, and warns where both are.
     sys.argv = [sys.argv[0], *argv]
-    DFlashCLI()
+    try:
+        DFlashCLI()
+    except SIGTERMException:
+        # Lightning's own exit code is 0, which tells a job script that the training is complete.
+        if rank == 0:
+            print(f"dflash {argv[0]}: stopped by SIGTERM; continue with --ckpt_path last", file=sys.stderr)
+        return 128 + signal.SIGTERM
+    return 0
 
 
 def add_target_argument(parser: Any) -> None:

@@ -155,6 +155,49 @@ def test_a_killed_run_resumes_bit_for_bit(write_config, write_chats: Callable[..
         assert got[tag][saved:] == expected[tag][saved:], tag
 
 
+def test_sigterm_saves_where_it_stands(write_config, write_chats: Callable[..., str], tmp_path: Path) -> None:
+    """No step is lost when a cluster ends the job, and what follows equals the uninterrupted run."""
+    config = write_config(write_chats(60), trainer__max_steps=90, checkpoint__every_n_train_steps=7)
+    whole = dflash("fit", "--config", config, "--trainer.default_root_dir", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+
+    run = tmp_path / "run"
+    process = start("fit", "--config", config)
+    assert wait_for(lambda: steps_saved(run) >= 7 or process.poll() is not None, 120)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 143, output
+    saved = steps_saved(run)
+    assert saved == len(read_scalars(run)["train/loss"]) < 90, "the last step that was trained"
+    resumed = dflash("fit", "--config", config, "--ckpt_path", "last")
+    assert resumed.returncode == 0, resumed.stderr
+    expected, got = read_scalars(tmp_path / "whole"), read_scalars(run)
+    for tag in ("train/loss", "train/grad_norm", "train/lr"):
+        assert got[tag] == expected[tag], tag
+    # Lightning keeps the file that a run was resumed from.
+    assert {f.name for f in (run / "checkpoints").glob("step=*")} == {f"step={saved}.ckpt", "step=90.ckpt"}
+
+
+def test_a_rank_that_still_starts_dies_with_rank_0(write_config, write_chats: Callable[..., str]) -> None:
+    config = write_config(write_chats(40), trainer__devices=2, trainer__max_steps=100_000)
+    process = start("fit", "--config", config, start_new_session=True)
+    ranks = lambda: {p for p in descendants(process.pid) if _local_rank(p)}  # noqa: E731
+    assert wait_for(lambda: bool(ranks()) or process.poll() is not None, 120)
+    time.sleep(0.3)  # rank 1 imports: it has met nobody yet
+    started = ranks()
+    process.kill()
+    process.communicate(timeout=30)
+    assert started
+    assert wait_for(lambda: not any(Path(f"/proc/{p}/cmdline").exists() for p in started), 5), "orphans"
+
+
+def _local_rank(pid: int) -> bool:
+    try:
+        return b"LOCAL_RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
 def test_d04_no_process_is_left_after_a_signal(how, write_config, write_chats, tmp_path: Path) -> None:
     config = write_config(write_chats(40), trainer__max_steps=100_000, data__target_devices=["cpu"])
@@ -167,7 +210,9 @@ def test_d04_no_process_is_left_after_a_signal(how, write_config, write_chats, t
         os.killpg(process.pid, how)  # as a terminal sends Ctrl-C
     else:
         process.send_signal(how)
-    process.communicate(timeout=30)
+    output = process.communicate(timeout=30)[0]
+    assert process.returncode == {signal.SIGINT: 1, signal.SIGTERM: 143, signal.SIGKILL: -9}[how], output
+    assert ("continue with --ckpt_path last" in output) == (how is signal.SIGTERM)
     alive = lambda: {p for p in everyone if Path(f"/proc/{p}/cmdline").exists()}  # noqa: E731
     assert wait_for(lambda: not alive(), 10), alive()
 

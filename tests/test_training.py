@@ -226,7 +226,7 @@ def test_every_changed_setting_is_named(make_run, write_chats: Callable[..., str
         "model_noise": HiddenStateNoise(0.1), "model_scheduler": None, "data_target_dtype": "bfloat16",
         "trainer_gradient_clip_val": 0.5, "trainer_accumulate_grad_batches": 2, "trainer_precision": "bf16-mixed",
     }  # fmt: skip
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="now; the checkpoint had") as caught:
         run(make_run, train, 4, name="run", ckpt=find_last_checkpoint(folder / "checkpoints"), **changed)
     named = {str(w.message).split(" is ")[0] for w in caught if "now; the checkpoint had" in str(w.message)}
     wanted = {key.replace("_", ".", 1) for key in changed} | {"trainer.max_steps"}

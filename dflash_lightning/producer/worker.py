@@ -7,7 +7,6 @@ parent dies.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import queue
@@ -19,7 +18,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from dflash_lightning.orphans import end_with_parent
+
 _BEAT_SECONDS = 5.0
 Message = dict[str, Any]
 
@@ -29,8 +29,8 @@ def main(argv: list[str]) -> int:
     socket_fd, memory_fd, count, parent = (int(a) for a in argv)
     # Ctrl-C goes to the whole process group; the trainer decides when its producers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent died before prctl took hold
+    end_with_parent()
+    if os.getppid() != parent:  # the parent died before that took hold
         return 1
     worker = _Worker(Connection(socket_fd))
     try:

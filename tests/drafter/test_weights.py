@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,15 @@ def trained(make_run, write_chats, tmp_path: Path) -> Path:
     found = find_last_checkpoint(tmp_path / "ckpt")
     assert found is not None
     return found
+
+
+def test_foreign_files_among_the_checkpoints_are_passed_over(trained: Path) -> None:
+    torch.save({"weights": torch.zeros(2)}, trained.parent / "other.ckpt")
+    torch.save(torch.zeros(2), trained.parent / "tensor.ckpt")
+    with zipfile.ZipFile(trained.parent / "photos.ckpt", "w") as archive:
+        archive.writestr("a.txt", "no checkpoint")
+    (trained.parent / "notes.ckpt").write_text("nothing")
+    assert find_last_checkpoint(trained.parent) == trained
 
 
 def test_both_layouts_start_a_new_training_without_loss(trained: Path, tiny_target: str, make_run, write_chats) -> None:
