@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from dflash_lightning.drafter.config import target_layer_ids
 from dflash_lightning.drafter.decoding import SamplingOptions, resolve_num_speculative_tokens
 from dflash_lightning.drafter.model import DFlashDraftModel
-from dflash_lightning.profiling import span
+from dflash_lightning.profiling import main_span
 from dflash_lightning.prompts import Prompt, read_prompts
 from dflash_lightning.speculative import SpeculativeDecoder, acceptance_by_slot, check_decodable
 
@@ -99,7 +99,7 @@ class AcceptanceCallback(Callback):
         if step == self._measured_step or step == 0 or step % self.every_n_steps:
             return
         self._measured_step = step
-        with span("drafter.acceptance"):
+        with main_span("drafter.acceptance"):
             self._measure_and_log(trainer, pl_module, step)
 
     def _measure_and_log(self, trainer: Trainer, pl_module: LightningModule, step: int) -> None:
@@ -118,8 +118,8 @@ class AcceptanceCallback(Callback):
             if error is not None:
                 raise error
             raise RuntimeError(f"AcceptanceCallback: decoding failed on rank 0: {problem}")
-        if trainer.is_global_zero and trainer.logger is not None:
-            trainer.logger.log_metrics(scalars, step=step)
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            logger.log_metrics(scalars, step=step)
         for name, value in scalars.items():
             # Every rank, the same value: ModelCheckpoint decides on each of them. The logger has it, on our axis.
             pl_module.log(name, value, logger=False, on_step=True, on_epoch=False)

@@ -13,12 +13,14 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_warn
 
 from dflash_lightning.callbacks.panels import console_line, write_layout, write_texts
 from dflash_lightning.callbacks.timeline import draw_timeline, write_chrome_trace
 from dflash_lightning.pipeline.rank_steps import GroupSteps, OwnSteps
 from dflash_lightning.pipeline.verdict import Verdict, judge
 from dflash_lightning.pipeline.windows import (
+    PROFILE_FILE,
     TOP_LEVEL,
     Settings,
     Window,
@@ -27,7 +29,15 @@ from dflash_lightning.pipeline.windows import (
     seconds,
     with_other,
 )
-from dflash_lightning.profiling import Event, ProfileStats, StageTotal, _prof_add, process_stats
+from dflash_lightning.profiling import (
+    Event,
+    ProfileStats,
+    StageTotal,
+    _prof_add,
+    main_span,
+    mirror_alone,
+    process_stats,
+)
 
 TRACE_FILE = "trace.json"
 _WINDOWS_KEPT = 30  # the verdict is over these
@@ -52,14 +62,15 @@ class StageProfilerCallback(Callback):
     def __init__(
         self, profile_interval: float | None = None, timeline_steps: int = 8, chrome_trace: bool = False
     ) -> None:
-        if profile_interval is None:
-            text = os.environ.get("DFLASH_PROFILE_INTERVAL") or "60"
-            try:
-                profile_interval = float(text)
-            except ValueError:
-                raise ValueError(f"DFLASH_PROFILE_INTERVAL={text!r}: give seconds") from None
+        option, given = "profile_interval", profile_interval
+        if given is None:
+            option, given = "DFLASH_PROFILE_INTERVAL", os.environ.get("DFLASH_PROFILE_INTERVAL") or "60"
+        try:
+            profile_interval = float(given)
+        except ValueError:
+            profile_interval = math.nan
         if not 0 <= profile_interval < math.inf:
-            raise ValueError(f"profile_interval={profile_interval}: seconds, 0 turns it off")
+            raise ValueError(f"{option}={given}: give seconds; 0 turns it off")
         if timeline_steps < 1:
             raise ValueError(f"timeline_steps={timeline_steps}: at least 1")
         self.profile_interval = profile_interval
@@ -69,6 +80,14 @@ class StageProfilerCallback(Callback):
         self._running = False
 
     # Lightning's hooks.
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        if sum(isinstance(callback, StageProfilerCallback) for callback in callbacks) > 1:
+            raise ValueError(
+                "trainer.callbacks: a second StageProfilerCallback would take the first one's spans; `dflash fit` "
+                "brings one along, whose options are profile.*"
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.profile_interval:
@@ -81,9 +100,10 @@ class StageProfilerCallback(Callback):
         self._group = GroupSteps([trainer.global_rank, *self._rank_profiles()])
         self._extras_cost, self._extras_end = 0.0, 0.0
         self._step_logged = trainer.global_step
+        self._file_failed = False
         self._undo_spans = _span_checkpoints(trainer)
-        if trainer.is_global_zero and isinstance(trainer.logger, TensorBoardLogger):
-            write_layout(trainer.logger.experiment)
+        for writer in _tensorboards(trainer):
+            write_layout(writer)
         process_stats().window()
         # The clock starts with training, so that the first window is as long as the others.
         self.last_profile_log = self._began = self._last_report = time.perf_counter()
@@ -110,6 +130,9 @@ class StageProfilerCallback(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._running:
+            self._steps.pause()
+            self._mirrored = mirror_alone("drafter.validation")
+            self._mirrored.__enter__()
             self._validation = (time.perf_counter(), seconds(process_stats().cumulative(), TOP_LEVEL))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -117,13 +140,17 @@ class StageProfilerCallback(Callback):
             started, before = self._validation
             inside = seconds(process_stats().cumulative(), TOP_LEVEL) - before
             _prof_add("drafter.validation", max(0.0, time.perf_counter() - started - inside))
+            self._mirrored.__exit__(None, None, None)
             self._steps.forget()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._finish(trainer, pl_module, "end")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._finish(trainer, pl_module, "exception")
+        try:
+            self._finish(trainer, pl_module, "exception")
+        except Exception as error:  # the reason why the run ends must not be lost behind it
+            rank_zero_warn(f"the last profile window could not be written: {type(error).__name__}: {error}")
 
     # Windows.
 
@@ -188,33 +215,42 @@ class StageProfilerCallback(Callback):
         )
         self._number += 1
         self._tokens = self._batches = 0
-        self._step_logged = trainer.global_step
+        fresh, self._step_logged = window.step > self._step_logged, window.step
         self._windows.append(window)
-        self._write(trainer, pl_module, window)
+        self._write(trainer, pl_module, window, fresh)
         _prof_add("drafter.profile", time.perf_counter() - now)
         self._steps.forget()
 
-    def _write(self, trainer: Trainer, pl_module: LightningModule, window: Window) -> None:
-        append_window(trainer.default_root_dir, window)
-        # A last window without a step (validation, a checkpoint) would be a second point at the one before.
+    def _write(self, trainer: Trainer, pl_module: LightningModule, window: Window, fresh: bool) -> None:
+        """`fresh`: the window ends at another step than the one before."""
+        try:
+            append_window(trainer.default_root_dir, window)
+        except OSError as error:  # a full disk: training must not end for its profile
+            if not self._file_failed:
+                rank_zero_warn(f"{PROFILE_FILE} misses windows from now on: {error}")
+            self._file_failed = True
         if window.batches:
             trainer.print(console_line(window, getattr(pl_module, "last_logged", {})))
-            if trainer.logger is not None:
-                trainer.logger.log_metrics(window.scalars(), step=window.step)
+        # A last window without a whole step (validation, a checkpoint) would be a second point at the one before.
+        if window.batches and fresh:
+            for logger in trainer.loggers:
+                logger.log_metrics(window.scalars(), step=window.step)
         started = time.perf_counter()
         due = started - self._extras_end >= self._extras_cost / _EXTRAS_SHARE
         if not due and window.closed_by == "interval":
             return
         if self.chrome_trace:
             write_chrome_trace(Path(trainer.default_root_dir) / TRACE_FILE, self._events(trainer, 0.0))
-        if isinstance(trainer.logger, TensorBoardLogger):
-            writer = trainer.logger.experiment
-            write_texts(writer, window, self._since_start(), _verdict(self._windows))
+        writers = _tensorboards(trainer)
+        if writers:
             since, until = self._ends[0], self._ends[-1]
-            if until > since:
-                picture = draw_timeline(self._events(trainer, since), since, until)
-                writer.add_image("profile/timeline", picture, window.step, dataformats="HWC")
-            writer.flush()
+            picture = draw_timeline(self._events(trainer, since), since, until) if until > since else None
+            verdict = _verdict(self._windows)
+            for writer in writers:
+                write_texts(writer, window, self._since_start(), verdict)
+                if picture is not None:
+                    writer.add_image("profile/timeline", picture, window.step, dataformats="HWC")
+                writer.flush()
         self._extras_end = time.perf_counter()
         self._extras_cost = self._extras_end - started
 
@@ -242,6 +278,15 @@ class StageProfilerCallback(Callback):
         return lanes
 
 
+def _tensorboards(trainer: Trainer) -> list[Any]:
+    """The TensorBoard writers of rank 0."""
+    return [
+        logger.experiment
+        for logger in trainer.loggers
+        if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero
+    ]
+
+
 def _collect_device_times(pl_module: LightningModule) -> None:
     collect = getattr(pl_module, "collect_device_times", None)
     if collect is not None:
@@ -251,7 +296,7 @@ def _collect_device_times(pl_module: LightningModule) -> None:
 def _verdict(windows: deque[Window]) -> Verdict | None:
     try:
         return judge(windows)
-    except ValueError:  # no target stage in this process (hidden states from a cache, say)
+    except ValueError:  # nothing produced or nothing trained in them
         return None
 
 
@@ -259,9 +304,9 @@ def _settings(trainer: Trainer) -> Settings:
     data = getattr(trainer, "datamodule", None)
     default = Settings()
     return Settings(
-        producers=len(getattr(data, "target_devices", ())),
+        producers=len(getattr(data, "target_devices", ())) * trainer.num_nodes,
         ranks=trainer.world_size,
-        queue_depth=getattr(data, "queue_depth", default.queue_depth),
+        queue_depth=getattr(data, "queue_depth", default.queue_depth) * trainer.num_nodes,
         min_ready=getattr(data, "min_ready", default.min_ready),
         prefetch=getattr(data, "prefetch", default.prefetch),
         reuse=getattr(data, "reuse", default.reuse),
@@ -270,11 +315,17 @@ def _settings(trainer: Trainer) -> Settings:
 
 def _span_checkpoints(trainer: Trainer) -> Callable[[], None]:
     """Time every checkpoint that anything saves under `drafter.checkpoint`; returns what undoes it."""
-    save = trainer.save_checkpoint
+    save, before = trainer.save_checkpoint, vars(trainer).get("save_checkpoint")
 
     def timed(*args: Any, **kwargs: Any) -> None:
-        with process_stats().span("drafter.checkpoint"):
+        with main_span("drafter.checkpoint"):
             save(*args, **kwargs)
 
+    def undo() -> None:
+        if before is None:
+            vars(trainer).pop("save_checkpoint", None)
+        else:
+            trainer.save_checkpoint = before
+
     trainer.save_checkpoint = timed
-    return lambda: vars(trainer).pop("save_checkpoint", None)
+    return undo

@@ -20,7 +20,7 @@ from dflash_lightning.batch import BatchSpec, Cursor, HiddenStateBatch
 from dflash_lightning.drafter.layout import draw_layout
 from dflash_lightning.producer.plan import BatchPlan
 from dflash_lightning.producer.source import ProducedBatch, Source, Stream
-from dflash_lightning.profiling import span
+from dflash_lightning.profiling import main_span, span
 from dflash_lightning.transfer import Transfer, make_transfer
 
 _POLL_SECONDS = 0.5
@@ -106,7 +106,9 @@ class _LoaderIterator(Iterator[HiddenStateBatch]):
     def __init__(self, loader: HiddenStateLoader) -> None:
         self._loader = loader
         self._queue: queue.Queue[HiddenStateBatch | BaseException] = queue.Queue(max(1, loader.config.prefetch))
-        self._transfer = make_transfer(loader.device)
+        # Validation waits for its first batch by design; nothing of it must look like a part of the training step.
+        self._timed = loader.config.name == "train"
+        self._transfer = make_transfer(loader.device, self._timed)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._stream: Stream | None = None
@@ -117,8 +119,7 @@ class _LoaderIterator(Iterator[HiddenStateBatch]):
             raise StopIteration
         if self._thread is None:
             self._begin()
-        # Validation waits for its first batch by design; that wait must not look like a starved drafter.
-        with span("drafter.queue_wait") if self._loader.config.name == "train" else nullcontext():
+        with main_span("drafter.queue_wait") if self._timed else nullcontext():
             item = self._wait()
         if isinstance(item, BaseException):
             self._done = True
@@ -180,7 +181,7 @@ class _LoaderIterator(Iterator[HiddenStateBatch]):
     def _lay_out(self, tokens: _Tokens, epoch: int, number: int, reuse_pass: int, num_batches: int) -> HiddenStateBatch:
         config, spec = self._loader.config, self._loader.spec
         seed = step_seed(config.seed, epoch, number, reuse_pass)
-        with span("dflash.block_layout"):
+        with span("dflash.block_layout") if self._timed else nullcontext():
             layout = draw_layout(
                 tokens.input_ids,
                 tokens.loss_mask,

@@ -5,13 +5,13 @@ Shapes: T packed tokens, N anchors, K slots a block, H hidden size.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,10 +22,11 @@ from dflash_lightning.device_times import DeviceTimes, device_times
 from dflash_lightning.drafter.attention import attention_mask, resolve_backend
 from dflash_lightning.drafter.config import build_draft_config, target_layer_ids
 from dflash_lightning.drafter.layout import BlockLayout, make_block_layout
-from dflash_lightning.drafter.metrics import DrafterMetrics
+from dflash_lightning.drafter.metrics import DrafterMetrics, to_floats
 from dflash_lightning.drafter.model import DFlashDraftModel
 from dflash_lightning.drafter.objective import LMHead, LossOutput, Objective
-from dflash_lightning.profiling import _prof_add, span
+from dflash_lightning.log_training import LogTraining
+from dflash_lightning.profiling import main_span, mirror_main_spans
 from dflash_lightning.schedules import HiddenStateNoise, WarmupCosineLR
 from dflash_lightning.settings import OptimizerSettings, Settings, changes, plain, trainer_settings
 from dflash_lightning.sigterm import ThrottledSigtermCheck
@@ -148,7 +149,7 @@ class DFlashModule(LightningModule):
         self._settings = {f"model.{k}": plain(v) for k, v in {**names, "noise": noise}.items()}
         self._saved_settings: Settings = {}
         self._optimizer_settings: OptimizerSettings | None = None
-        self._optimizer_step_started: tuple[float, Any] = (0.0, None)
+        self._optimizer_span: AbstractContextManager[None] = nullcontext()
         self._device_times = DeviceTimes(None)
 
     def batch_spec(self) -> BatchSpec:
@@ -195,6 +196,8 @@ class DFlashModule(LightningModule):
 
     def on_fit_start(self) -> None:
         self._device_times = device_times(self.device)
+        profiler: Any = getattr(self.trainer, "profiler", None)
+        mirror_main_spans(None if isinstance(profiler, PassThroughProfiler) else profiler)
         if self.global_rank > 0:
             # A checkpoint holds rank 0's counters; every rank loads them, so the others must not add them again.
             self.train_metrics.reset()
@@ -227,18 +230,16 @@ class DFlashModule(LightningModule):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.drafter.fc.weight.dtype
         embeddings_NKH = frozen.embedding(block_ids_NK).to(dtype)
         self._make_masks(layout)
-        with self._inner_span("dflash.layers"):
+        with self._span("dflash.layers"):
             states_NKH = self.drafter(embeddings_NKH, hidden_TF, layout, attention=self.attention)
-        with self._inner_span("dflash.loss"):
+        with self._span("dflash.loss"):
             return self.objective(states_NKH, batch, LMHead.of(frozen))
 
     def _make_masks(self, layout: BlockLayout) -> None:
         """Make the attention masks here instead of inside the drafter, so that each kind has a span of its own."""
         backend = resolve_backend(self.attention, layout.anchors.device)
         for window, causal_block in self.drafter.mask_kinds():
-            with self._inner_span(
-                "dflash.create_block_mask_full" if window is None else "dflash.create_block_mask_swa"
-            ):
+            with self._span("dflash.create_block_mask_full" if window is None else "dflash.create_block_mask_swa"):
                 attention_mask(layout, window, causal_block, backend)
 
     def training_step(self, batch: HiddenStateBatch, batch_idx: int) -> Tensor:
@@ -264,7 +265,8 @@ class DFlashModule(LightningModule):
             super().backward(loss, *args, **kwargs)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        self._optimizer_step_started = (time.perf_counter(), self._device_times.begin())
+        self._optimizer_span = self._span("drafter.optimizer_step")
+        self._optimizer_span.__enter__()
 
     def configure_gradient_clipping(
         self,
@@ -295,14 +297,12 @@ class DFlashModule(LightningModule):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
-        started, begun = self._optimizer_step_started
-        _prof_add("drafter.optimizer_step", time.perf_counter() - started)
-        self._device_times.end("drafter.optimizer_step", begun)
+        self._optimizer_span.__exit__(None, None, None)
 
-    # Logging: one copy from the device a logging interval, every scalar at trainer.global_step.
+    # Logging, every scalar at trainer.global_step.
 
     def configure_callbacks(self) -> list[Callback]:
-        return [_LogTraining(), ThrottledSigtermCheck()]
+        return [LogTraining(), ThrottledSigtermCheck()]
 
     def log_training_if_due(self) -> None:
         """Write the training scalars when an optimizer step has ended on the logging interval."""
@@ -310,20 +310,20 @@ class DFlashModule(LightningModule):
         if self._window_denominator is not None or self.global_step % interval:
             return
         with self._span("drafter.metrics_sync"):
-            values = _to_floats(self.train_metrics.compute())
+            metrics = self.train_metrics.compute()  # the ranks' one all-reduce
             self.train_metrics.reset()
         with self._span("drafter.grad_norm_sync"):
-            # sync: one number an interval; it is ready long before the metrics above are.
-            norm = 0.0 if self._grad_norm is None else float(self._grad_norm)
+            # sync: the interval's one copy from the device; it waits until the step's gradients and norm are there.
+            norm = torch.zeros(()) if self._grad_norm is None else self._grad_norm
+            values = to_floats({**metrics, "grad_norm": norm})
         scalars = {f"train/{name}": value for name, value in values.items()}
-        scalars["train/grad_norm"] = norm
         optimizer = self.optimizers(use_pl_optimizer=False)
         assert isinstance(optimizer, Optimizer)
         scalars["train/lr"] = float(optimizer.param_groups[0]["lr"])
         self._write(scalars)
 
     def on_validation_epoch_end(self) -> None:
-        values = _to_floats(self.val_metrics.compute())
+        values = to_floats(self.val_metrics.compute())
         self.val_metrics.reset()
         scalars = {f"val/{name}": value for name, value in values.items()}
         if not self.trainer.sanity_checking:
@@ -334,15 +334,11 @@ class DFlashModule(LightningModule):
 
     @contextmanager
     def _span(self, stage: str) -> Iterator[None]:
-        """A span of the main thread, which the trainer's own profiler receives too."""
-        trainer: Any = self.trainer
-        with trainer.profiler.profile(f"[dflash]{stage}"), self._inner_span(stage):
+        """A span on the host's clock, and on the device's where it has one; none in validation, which is no stage."""
+        if not self.training:
             yield
-
-    @contextmanager
-    def _inner_span(self, stage: str) -> Iterator[None]:
-        """A span on the host's clock, and on the device's where it has one."""
-        with span(stage), self._device_times.span(stage):
+            return
+        with main_span(stage), self._device_times.span(stage):
             yield
 
     def collect_device_times(self) -> None:
@@ -351,8 +347,8 @@ class DFlashModule(LightningModule):
 
     def _write(self, scalars: dict[str, float]) -> None:
         self.last_logged.update(scalars)
-        if self.trainer.is_global_zero and self.trainer.logger is not None:
-            self.trainer.logger.log_metrics(scalars, step=self.global_step)
+        for logger in self.trainer.loggers if self.trainer.is_global_zero else ():
+            logger.log_metrics(scalars, step=self.global_step)
 
     # Checkpoints hold the drafter alone, with what is needed to use it elsewhere.
 
@@ -382,23 +378,3 @@ class DFlashModule(LightningModule):
         if changed:
             listed = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in changed.items())
             raise ValueError(f"the checkpoint's drafter differs from the configured one ({listed}); use its settings")
-
-
-class _LogTraining(Callback):
-    """Logs before any checkpoint is saved: the module's own hook runs after it, and the file would hold counters that
-    have been logged already."""
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        assert isinstance(pl_module, DFlashModule)
-        pl_module.log_training_if_due()
-
-
-def _to_floats(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """Metrics as floats with one copy from the device; `accuracy_slots` becomes `accuracy_slot/k` for k >= 1."""
-    names = [name for name in metrics if name != "accuracy_slots"]
-    flat = torch.cat([torch.stack([metrics[n] for n in names]), metrics["accuracy_slots"][1:]])
-    values = flat.tolist()  # sync: the logging interval's one copy
-    slots = {f"accuracy_slot/{k}": v for k, v in enumerate(values[len(names) :], start=1)}
-    return dict(zip(names, values, strict=False)) | slots

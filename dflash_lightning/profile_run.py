@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Container, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
-from dflash_lightning.pipeline.planner import measure, predict
+from dflash_lightning.pipeline.planner import CHANGEABLE, measure, predict
 from dflash_lightning.pipeline.verdict import judge
 from dflash_lightning.pipeline.windows import Settings, Window, combine, read_windows, steady
-from dflash_lightning.profiling import STAGES
 
 # As the options are called in the configuration -> as the planner calls them.
 _KEYS = {
@@ -21,6 +22,9 @@ _KEYS = {
     "prefetch": "prefetch",
     "reuse": "reuse",
 }
+
+
+_MOST = 10_000  # of any count
 
 
 def main(argv: list[str]) -> int:
@@ -39,11 +43,17 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     windows = read_windows(args.run_dir)
     window = combine(steady(windows))
-    verdict = judge(windows)
-    shown = {"verdict": verdict.to_json(), "settings": asdict(window.settings), "stages": _stages(window)}
+    shown: dict[str, Any] = {"verdict": None, "settings": asdict(window.settings), "stages": _stages(window)}
+    try:
+        verdict = judge(windows)
+        shown["verdict"], said = verdict.to_json(), verdict.text()
+    except ValueError as error:
+        shown["reason"], said = str(error), f"no verdict: {error}"
     prediction, change = None, 0.0
     if args.what_if:
-        settings, means = parse_what_if(args.what_if, window.settings)
+        if shown["verdict"] is None:
+            raise ValueError(f"--what-if: nothing to predict from, {shown['reason']}")
+        settings, means = parse_what_if(args.what_if, window.settings, window.merged())
         prediction = predict(measure(window, means=means), settings)
         now = predict(measure(window), window.settings)
         change = prediction.tokens_per_s / now.tokens_per_s - 1
@@ -54,7 +64,7 @@ def main(argv: list[str]) -> int:
         return 0
     print(f"{len(windows)} windows, {sum(w.warm_up for w in windows)} of them warm-up; {window.wall:.0f} s counted\n")
     print(window.table())
-    print(f"\n{verdict.text()}")
+    print(f"\n{said}")
     if prediction is not None:
         print(
             f"\nwith {' '.join(args.what_if)}: {prediction.tokens_per_s:,.0f} tokens/s ({change:+.1%}), drafters wait "
@@ -64,38 +74,42 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parse_what_if(pairs: Sequence[str], now: Settings) -> tuple[Settings, dict[str, float]]:
-    """KEY=VALUE pairs as settings, and as means of stages.
+def parse_what_if(pairs: Sequence[str], now: Settings, stages: Container[str]) -> tuple[Settings, dict[str, float]]:
+    """KEY=VALUE pairs as settings, and as means of those of the run's `stages` that are causes and not effects.
 
     Raises:
-        ValueError: an unknown key, or a value that is not a number of the right kind.
+        ValueError: an unknown key, or a value that is not a number of the right kind; the message names the pair.
     """
     changed: dict[str, int] = {}
     means: dict[str, float] = {}
+    given: dict[str, str] = {}
     for pair in pairs:
         key, _, text = pair.partition("=")
         key = key.strip().removeprefix("data.").removeprefix("trainer.")
         try:
             if key in _KEYS:
                 changed[_KEYS[key]] = int(text)
-            elif key in STAGES:
-                means[key] = float(text)
+                given[_KEYS[key]] = pair
             else:
-                raise ValueError(f"--what-if {pair}: unknown key; use {', '.join(_KEYS)} or a stage of the table")
-        except ValueError as error:
-            if str(error).startswith("--what-if"):
-                raise
-            raise ValueError(f"--what-if {pair}: give a number after {key}=") from None
+                means[key] = float(text)
+        except ValueError:
+            known = key in _KEYS or key in CHANGEABLE
+            problem = f"give a number after {key}=" if known else f"unknown key; use {', '.join(_KEYS)} or a stage"
+            raise ValueError(f"--what-if {pair}: {problem}") from None
+        if key in _KEYS:
+            continue
+        if key not in CHANGEABLE or key not in stages:
+            usable = ", ".join(stage for stage in CHANGEABLE if stage in stages)
+            raise ValueError(f"--what-if {pair}: unknown key; use {', '.join(_KEYS)}, or a stage: {usable}")
+        if not 0 <= means[key] < math.inf:
+            raise ValueError(f"--what-if {pair}: a stage's mean is at least 0 seconds, and finite")
     settings = replace(now, **changed)
     least = {"producers": 0}
     for name, value in asdict(settings).items():
-        if value < least.get(name, 1):
-            key = next(k for k, n in _KEYS.items() if n == name)
-            raise ValueError(f"--what-if {key}={value}: at least {least.get(name, 1)}")
+        if name in given and not least.get(name, 1) <= value <= _MOST:
+            raise ValueError(f"--what-if {given[name]}: {least.get(name, 1)} to {_MOST}")
     if settings.producers and settings.queue_depth < settings.ranks:
         raise ValueError(f"--what-if queue_depth={settings.queue_depth}: {settings.ranks} ranks need a slot each")
-    if any(mean < 0 for mean in means.values()):
-        raise ValueError("--what-if: a stage's mean is at least 0 seconds")
     return settings, means
 
 

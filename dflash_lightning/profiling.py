@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -40,6 +40,7 @@ STAGES = (
 
 # Records that a thread collects before they are folded: 0.1 us a span for folding, 60 KB a thread.
 _FOLD_AT = 512
+_KEPT = 10_000  # spans that wait for `take_own`
 # A histogram bucket is 4.4 % wide; it counts from 1 ns.
 BUCKETS_PER_OCTAVE = 16
 _SMALLEST = 1e-9
@@ -137,14 +138,20 @@ _NO_SPAN = _NoSpan()
 class _ThreadRecords:
     """What one thread has recorded: `records[folded:]` is not in the table yet. Only the thread itself appends."""
 
-    __slots__ = ("before", "folded", "older", "records", "thread")
+    __slots__ = ("folded", "kept", "older", "records", "taken", "thread", "wanted")
 
     def __init__(self) -> None:
         self.thread = threading.current_thread()
         self.records: list[Event] = []
         self.older: list[Event] = []  # the list before, for the timeline
-        self.before = 0  # records in earlier lists
         self.folded = 0
+        self.wanted: frozenset[str] = frozenset()  # for `take_own`: these stages of `records[:taken]` are in `kept`
+        self.kept: list[Event] = []
+        self.taken = 0
+
+    def keep_wanted(self) -> None:
+        self.kept += [record for record in self.records[self.taken :] if record[0] in self.wanted]
+        self.taken = len(self.records)
 
 
 class _Entry:
@@ -199,6 +206,7 @@ class ProfileStats:
     def _begin_thread(self) -> _ThreadRecords:
         mine = self._local.mine = _ThreadRecords()
         with self._lock:
+            self._fold_all()  # lets go of ended threads, also where nobody ever reads
             self._threads.append(mine)
         return mine
 
@@ -206,8 +214,10 @@ class ProfileStats:
         """Fold a full list and begin the next. Called by its thread alone."""
         with self._lock:
             self._fold(mine)
-            mine.before += len(mine.records)
-            mine.older, mine.records, mine.folded = mine.records, [], 0
+            if mine.wanted:
+                mine.keep_wanted()
+                del mine.kept[:-_KEPT]
+            mine.older, mine.records, mine.folded, mine.taken = mine.records, [], 0, 0
 
     def _fold(self, mine: _ThreadRecords) -> None:
         """Bring a thread's new records into the table. Under the lock."""
@@ -270,14 +280,16 @@ class ProfileStats:
                 found.setdefault(name, []).extend(kept)
         return found
 
-    def own_events(self, mark: int) -> tuple[list[Event], int]:
-        """Spans of the calling thread after `mark` (at most the last 512), and the next mark. No lock."""
-        mine = getattr(self._local, "mine", None)
-        if mine is None:
-            return [], mark
-        first = mark - mine.before
-        fresh = mine.records[first:] if first >= 0 else [*mine.older[first:], *mine.records]
-        return fresh, mine.before + len(mine.records)
+    def take_own(self, stages: frozenset[str]) -> list[Event]:
+        """Spans of `stages` that the calling thread has ended since it asked last, the newest 10,000 of them. No lock.
+
+        The first call gives what is left of the time before it.
+        """
+        mine = getattr(self._local, "mine", None) or self._begin_thread()
+        mine.wanted = stages
+        mine.keep_wanted()
+        found, mine.kept = mine.kept, []
+        return found
 
     # Between instances and processes.
 
@@ -296,8 +308,11 @@ class ProfileStats:
                 entry.histogram.update(item.histogram)
 
     def report(self, since: float) -> dict[str, Any]:
-        """What another process `absorb`s, plain JSON: the window since the last call, and spans ended after `since`."""
-        events = [e for found in self.events(since).values() for e in found]
+        """What another process `absorb`s, plain JSON.
+
+        The totals since the last call, and the calling thread's spans that ended after `since`.
+        """
+        events = self.events(since).get(threading.current_thread().name, [])
         return {"totals": {s: t.to_json() for s, t in self.window().items()}, "events": events[-_FOLD_AT:]}
 
     def absorb(self, report: Mapping[str, Any]) -> None:
@@ -337,3 +352,42 @@ def _prof_add(stage: str, seconds: float) -> None:
 def span(stage: str) -> AbstractContextManager[None]:
     """Time a block under `stage` in the process's own instance."""
     return _process_stats.span(stage)
+
+
+class Mirror(Protocol):
+    """What is used of a Lightning profiler."""
+
+    def start(self, action_name: str) -> None: ...
+
+    def stop(self, action_name: str) -> None: ...
+
+
+_mirror: Mirror | None = None
+
+
+def mirror_main_spans(profiler: Mirror | None) -> None:
+    """Let `profiler` receive every `main_span` from now on; None ends that."""
+    global _mirror
+    _mirror = profiler
+
+
+def main_span(stage: str) -> AbstractContextManager[None]:
+    """A `span` of the main thread, which the trainer's own profiler receives too."""
+    return _process_stats.span(stage) if _mirror is None else _mirrored(stage, _process_stats.span(stage))
+
+
+def mirror_alone(stage: str) -> AbstractContextManager[None]:
+    """The trainer's own profiler's share of a `main_span`."""
+    return _NO_SPAN if _mirror is None else _mirrored(stage, _NO_SPAN)
+
+
+@contextmanager
+def _mirrored(stage: str, inner: AbstractContextManager[None]) -> Iterator[None]:
+    profiler, name = _mirror, f"[dflash]{stage}"
+    assert profiler is not None
+    profiler.start(name)
+    try:
+        with inner:
+            yield
+    finally:
+        profiler.stop(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Protocol
 
@@ -28,9 +29,9 @@ class Transfer(Protocol):
         ...
 
 
-def make_transfer(device: torch.device) -> Transfer:
-    """The transfer to `device`."""
-    return CudaTransfer(device) if device.type == "cuda" else HostTransfer(device)
+def make_transfer(device: torch.device, timed: bool = True) -> Transfer:
+    """The transfer to `device`; `timed`: its copies are stages of the training step."""
+    return CudaTransfer(device, timed) if device.type == "cuda" else HostTransfer(device)
 
 
 class HostTransfer:
@@ -52,14 +53,15 @@ class HostTransfer:
 class CudaTransfer:
     """Copies on a stream of its own; the training stream waits for an event, the host for nothing."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timed: bool = True) -> None:
         self._device = device
+        self._timed = timed
         self._stream = torch.cuda.Stream(device)
         # In the order in which the batches are handed over; written by one thread, read by another.
         self._events: dict[int, torch.cuda.Event] = {}
 
     def states(self, hidden: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        with span("drafter.copy_to_device"), torch.cuda.stream(self._stream):
+        with span("drafter.copy_to_device") if self._timed else nullcontext(), torch.cuda.stream(self._stream):
             moved = hidden.to(self._device, non_blocking=True)
             moved_last = None if last is None else last.to(self._device, non_blocking=True)
             # sync: this thread alone; the slot goes back to the producers when this returns.

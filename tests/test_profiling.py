@@ -127,11 +127,25 @@ def test_a_report_carries_everything_to_another_process() -> None:
 
 def test_a_thread_reads_its_own_new_spans() -> None:
     stats = ProfileStats()
-    _, mark = stats.own_events(0)
+    wanted = frozenset({"s"})
+    stats.take_own(wanted)
     seen = []
-    for i in range(1200):
+    for i in range(5000):
         stats.add("s", float(i))
-        if i % 7 == 0:
-            events, mark = stats.own_events(mark)
-            seen += [seconds for _, seconds, _ in events]
-    assert seen == [float(i) for i in range(1198)]
+        stats.add("other", 1.0)
+        if i % 1999 == 0:  # more spans between two looks than the thread's lists hold
+            seen += [seconds for _, seconds, _ in stats.take_own(wanted)]
+    seen += [seconds for _, seconds, _ in stats.take_own(wanted)]
+    assert seen == [float(i) for i in range(5000)]
+    assert stats.take_own(wanted) == []
+
+
+def test_threads_that_have_ended_leave_nothing_behind() -> None:
+    """Also where the profiler is off, and nobody ever reads."""
+    stats = ProfileStats()
+    for _ in range(20):
+        thread = threading.Thread(target=stats.add, args=("s", 1.0))
+        thread.start()
+        thread.join()
+    assert len(stats._threads) <= 2
+    assert stats.cumulative()["s"].count == 20

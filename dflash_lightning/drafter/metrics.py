@@ -63,6 +63,12 @@ class DrafterMetrics(Metric):
         # A module cast to bfloat16 would take its counters along, and those stop counting at 256.
         return super()._apply(lambda x: fn(x).to(x.dtype), exclude_state)
 
+    def _sync_dist(self, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        # torchmetrics' own way is a barrier, a gather and a look at every rank's shape.
+        total = self.sums.clone()
+        torch.distributed.all_reduce(total, group=process_group or self.process_group)
+        self.sums = total
+
     def compute(self) -> dict[str, Tensor]:
         """`loss`, `accuracy`, `acceptance_length` (scalars) and `accuracy_slots` [K]; 0 where nothing was counted."""
         numerator, denominator, correct, slots, accepted, blocks = self.sums[: len(SCALARS)].unbind()
@@ -74,3 +80,15 @@ class DrafterMetrics(Metric):
             "acceptance_length": accepted / blocks.clamp(min=1),
             "accuracy_slots": slot_correct_K / slot_count_K.clamp(min=1),
         }
+
+
+def to_floats(metrics: dict[str, Tensor]) -> dict[str, float]:
+    """Scalars, and `accuracy_slots` as `accuracy_slot/k` for k >= 1, with one copy from the device."""
+    names = [name for name in metrics if name != "accuracy_slots"]
+    device = metrics["accuracy_slots"].device
+    flat = torch.cat(
+        [torch.stack([metrics[n].to(device, torch.float64) for n in names]), metrics["accuracy_slots"][1:]]
+    )
+    values = flat.tolist()  # sync: that copy
+    slots = {f"accuracy_slot/{k}": v for k, v in enumerate(values[len(names) :], start=1)}
+    return dict(zip(names, values, strict=False)) | slots

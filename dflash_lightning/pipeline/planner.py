@@ -14,11 +14,14 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dflash_lightning.pipeline.windows import FORWARD_STAGES, PACK_STAGES, Settings, Window
+from dflash_lightning.pipeline.windows import FORWARD_STAGES, PACK_STAGES, PAUSES, TOP_LEVEL, Settings, Window
 from dflash_lightning.profiling import StageTotal, bucket_seconds
 
 _BATCHES_PER_WORKER = 2
 _LOADER_STAGES = ("dflash.block_layout", "drafter.copy_to_device")
+_MOST_STEPS = 5000  # of a simulation: some seconds
+# The stages that are causes: another mean of one changes the run. A wait is an effect.
+CHANGEABLE = (*FORWARD_STAGES, *PACK_STAGES, *_LOADER_STAGES, *(s for s in TOP_LEVEL if s != "drafter.queue_wait"))
 
 
 class Times:
@@ -39,13 +42,17 @@ class Times:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds a produced batch (`forward`, `pack`, `load`) and a lockstep step (`step`), and tokens a batch."""
+    """Seconds a produced batch (`forward`, `pack`, `load`) and a lockstep step (`step`), and tokens a batch.
+
+    `pause`: seconds a step, on average, in which training stands still for validation and the like.
+    """
 
     forward: Times
     pack: Times
     load: Times
     step: Times
     tokens: float
+    pause: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -63,41 +70,52 @@ def measure(window: Window, without: tuple[str, ...] = (), means: dict[str, floa
 
     Args:
         without: stages of the main thread to leave out of the step, as if they were deferred.
-        means: stage -> another mean, in seconds.
+        means: stage of `CHANGEABLE` -> another mean of its spans, in seconds.
     """
     totals = {stage: item for stage, (item, _) in window.merged().items()}
     means = means or {}
     settings = window.settings
-    produced = max(1, totals["target.model_forward"].count if "target.model_forward" in totals else window.batches)
+    # Every produced batch is packed, also one that comes from the cache without the target's forward.
+    packed = totals.get("target.pack_hidden")
+    produced = max(1, packed.count if packed else window.batches // settings.reuse)
+    rank_lanes = sum(name.startswith("rank") for name in window.lanes)
+    loaded = max(1, window.batches * max(1, rank_lanes) // settings.ranks)  # by the ranks whose spans are here
 
     def a_batch(stages: tuple[str, ...], count: int) -> float:
-        return sum(means.get(s, totals[s].total / count if s in totals else 0.0) for s in stages)
+        return sum(means.get(s, totals[s].mean) * totals[s].count / count for s in stages if s in totals)
 
     steps = max(1, window.batches // settings.ranks)
-    step = max(1e-6, window.wall * (1 - window.wait_share()) / steps)
+    step = max(1e-6, window.wall * (1 - window.wait_share()) - window.pauses()) / steps
+    pause = window.pauses() / steps
     rank0 = window.lanes.get("rank0", {})
     for stage in without:
         if stage in rank0:
             step -= rank0[stage].total / steps
     for stage, mean in means.items():
-        if stage in rank0 and stage.startswith("drafter."):
-            old = rank0[stage].total / steps
-            if stage == "drafter.backward" and window.group_steps:
-                old = window.group_backward / window.group_steps
-            step += mean - old
+        if stage not in TOP_LEVEL or stage not in rank0:
+            continue
+        old = rank0[stage].mean
+        if stage == "drafter.backward" and window.group_steps:
+            old = window.group_backward / window.group_steps  # without the wait for slower ranks
+        more = (mean - old) * rank0[stage].count / steps
+        if stage in PAUSES:
+            pause += more
+        else:
+            step += more
     return Measured(
         forward=Times(a_batch(FORWARD_STAGES, produced), totals.get("target.model_forward")),
         pack=Times(a_batch(PACK_STAGES, produced), totals.get("target.pack_hidden")),
-        load=Times(a_batch(_LOADER_STAGES, max(1, window.batches))),
+        load=Times(a_batch(_LOADER_STAGES, loaded)),
         step=Times(max(step, 1e-6), rank0.get("drafter.forward")),
         tokens=window.tokens / max(1, window.batches),
+        pause=max(0.0, pause),
     )
 
 
 def predict(measured: Measured, settings: Settings, steps: int | None = None, seed: int = 0) -> Prediction:
     """Simulate `steps` lockstep steps; the first quarter, in which the queue fills, is left out."""
     if steps is None:
-        steps = max(400, 8 * settings.queue_depth // settings.ranks)
+        steps = min(_MOST_STEPS, max(400, 8 * settings.queue_depth // settings.ranks))
     return _Simulation(measured, settings, seed).run(steps)
 
 
@@ -120,7 +138,7 @@ class _Simulation:
     def __init__(self, measured: Measured, settings: Settings, seed: int) -> None:
         rng = random.Random(seed)
         self.settings = settings
-        self.tokens = measured.tokens
+        self.tokens, self.pause = measured.tokens, measured.pause
         self.forward, self.pack = measured.forward.draw(rng), measured.pack.draw(rng)
         self.load, self.step = measured.load.draw(rng), measured.step.draw(rng)
         self.now = 0.0
@@ -218,6 +236,7 @@ class _Simulation:
     def result(self, steps: int, wall: float, waited: float, start: float) -> Prediction:
         busy = sum(spent for begun, spent in self.forward_busy if begun >= start)
         ranks = len(self.ranks)
+        wall += steps * self.pause
         return Prediction(
             tokens_per_s=steps * ranks * self.tokens / wall,
             wait_share=waited / wall,

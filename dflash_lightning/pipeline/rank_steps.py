@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 
 from dflash_lightning.pipeline.windows import TOP_LEVEL
-from dflash_lightning.profiling import process_stats
+from dflash_lightning.profiling import Event, process_stats
 
 _STEPS_KEPT = 10_000
+_TOP_LEVEL = frozenset(TOP_LEVEL)
 # A top-level span -> what the main thread's time right before it is.
 _GAPS = {
     "drafter.forward": "drafter.batch_start",
@@ -25,41 +27,49 @@ class OwnSteps:
     """Wait and backward time of this rank's batches, read from its own main thread's spans."""
 
     def __init__(self) -> None:
-        self._mark = 0
         self._batch = 0
-        self._steps: list[list[float]] = []
+        self._steps: deque[list[float]] = deque(maxlen=_STEPS_KEPT)
         self.forget()
 
     def forget(self) -> None:
         """Spans until now belong to no batch (validation, start-up)."""
-        _, self._mark = process_stats().own_events(self._mark)
+        process_stats().take_own(_TOP_LEVEL)
         self._last_end = perf_counter()
 
-    def end_batch(self) -> None:
-        """A batch has ended: its spans are those since the last one.
+    def pause(self) -> None:
+        """What is no step begins now (validation): the time since the last span is one between steps."""
+        self._with_gaps()
+        now = perf_counter()
+        process_stats().record("drafter.between_steps", now - self._last_end, now)
+        self.forget()
+
+    def _with_gaps(self) -> list[Event]:
+        """The top-level spans since the last batch.
 
         Gaps before, inside and between two steps become spans too: they are Lightning's loop, the callbacks and the
         logger.
         """
-        events, _ = process_stats().own_events(self._mark)
+        events = process_stats().take_own(_TOP_LEVEL)
         for stage, seconds, end in events:
-            if stage not in TOP_LEVEL:
-                continue
             gap = _GAPS.get(stage)
             if gap is not None and end - seconds > self._last_end:
                 process_stats().record(gap, end - seconds - self._last_end, end - seconds)
             self._last_end = end
-        # The gaps themselves are not the next batch's.
-        _, self._mark = process_stats().own_events(self._mark)
+        process_stats().take_own(_TOP_LEVEL)  # the gaps themselves are not the next batch's
+        return events
+
+    def end_batch(self) -> None:
+        """A batch has ended: its spans are those since the last one."""
+        events = self._with_gaps()
         wait = sum(seconds for stage, seconds, _ in events if stage == "drafter.queue_wait")
         backward = sum(seconds for stage, seconds, _ in events if stage == "drafter.backward")
-        if len(self._steps) < _STEPS_KEPT:
-            self._steps.append([self._batch, wait, backward])
+        self._steps.append([self._batch, wait, backward])
         self._batch += 1
 
     def take(self) -> list[list[float]]:
         """[batch, wait, backward] of every batch since the last call."""
-        steps, self._steps = self._steps, []
+        steps = list(self._steps)
+        self._steps.clear()
         return steps
 
 

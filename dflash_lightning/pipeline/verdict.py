@@ -33,6 +33,7 @@ class Verdict:
     drafter_capacity: float
     target_utilization: float
     drafter_wait_share: float
+    pause_share: float
     actions: tuple[Action, ...]
     warm_up: bool
 
@@ -53,6 +54,8 @@ class Verdict:
             f"  target capacity   {self.target_capacity:>12,.0f} tokens/s (producers busy {busy})",
             f"  drafter capacity  {self.drafter_capacity:>12,.0f} tokens/s (drafters wait {wait})",
         ]
+        if self.pause_share > _WORTH_SAYING:
+            lines.append(f"  paused {self.pause_share:.0%} of the time: validation, checkpoints, measured acceptance")
         if self.actions:
             lines.append("next, with the throughput predicted for each:")
             lines += [f"  {action.gain:>+6.1%}  {action.change}" for action in self.actions]
@@ -69,10 +72,13 @@ def judge(windows: Sequence[Window]) -> Verdict:
     """
     window = combine(steady(windows))
     if not window.batches or not window.producers():
-        raise ValueError("no window holds both a training step and a target's forward pass")
+        raise ValueError("no window holds both a training step and a produced batch")
+    if not window.tokens:
+        raise ValueError("no token has been trained")
     measured = measure(window)
     target, drafter = capacities(measured, window.settings)
-    rate = window.tokens / window.wall
+    # Capacities are those of running training; a pause is no fault of either side.
+    rate = window.tokens / max(1e-9, window.wall - window.pauses())
     if rate < _REACHED * min(target, drafter):
         kind = "transport-bound"
     elif abs(target - drafter) <= _LEVEL * max(target, drafter):
@@ -81,11 +87,12 @@ def judge(windows: Sequence[Window]) -> Verdict:
         kind = "target-bound" if target < drafter else "drafter-bound"
     return Verdict(
         kind=kind,
-        tokens_per_s=rate,
+        tokens_per_s=window.tokens / window.wall,
         target_capacity=target,
         drafter_capacity=drafter,
         target_utilization=window.target_utilization() or 0.0,
         drafter_wait_share=window.wait_share(),
+        pause_share=min(1.0, window.pauses() / window.wall),
         actions=_actions(window, measured),
         warm_up=window.warm_up,
     )
@@ -128,9 +135,12 @@ def _actions(window: Window, measured: Measured) -> tuple[Action, ...]:
     found = [Action(change, predict(m, s).tokens_per_s / before - 1) for change, m, s in options]
     # More anchors cost drafter time, which is free while the drafters wait.
     spare = measured.step.mean * window.wait_share() / max(1e-9, 1 - window.wait_share())
-    if window.wait_share() > 0.1:
-        more = replace(measured, step=Times(measured.step.mean + 0.9 * spare))
-        change = f"model.max_anchors up to {1 + 0.9 * spare / measured.step.mean:.1f}x: more supervision a batch"
-        found.append(Action(change, predict(more, now).tokens_per_s / before - 1))
-    kept = [a for a in found if a.gain > _WORTH_SAYING or a.change.startswith("model.max_anchors")]
+    kept = [a for a in found if a.gain > _WORTH_SAYING]
+    for part in (0.9, 0.7, 0.5, 0.3) if window.wait_share() > 0.1 else ():
+        longer = Times(measured.step.mean + part * spare)
+        gain = predict(replace(measured, step=longer), now).tokens_per_s / before - 1
+        if gain >= -_WORTH_SAYING:
+            factor = longer.mean / measured.step.mean
+            kept.append(Action(f"model.max_anchors up to {factor:.1f}x: more supervision a batch", gain))
+            break
     return tuple(sorted(kept, key=lambda a: -a.gain))

@@ -33,10 +33,15 @@ TOP_LEVEL = (
     "drafter.profile",
 )
 OTHER = "drafter.other"
+# What stops the training now and then: no part of a step.
+PAUSES = ("drafter.validation", "drafter.checkpoint", "drafter.acceptance")
 # A worker runs these in two threads, side by side.
 FORWARD_STAGES = ("target.load_batch", "target.model_forward")
 PACK_STAGES = ("target.pack_hidden", "target.copy_to_host", "target.cache_write")
-_COMPILED = ("drafter.forward", "dflash.create_block_mask_swa", "dflash.create_block_mask_full", "target.model_forward")
+_COMPILED = (
+    "drafter.forward", "dflash.create_block_mask_swa", "dflash.create_block_mask_full",
+    "target.model_forward",
+)  # fmt: skip
 
 Lane = dict[str, StageTotal]
 
@@ -82,9 +87,10 @@ class Window:
         return {stage: (item, item.total / (self.wall * lanes)) for stage, (item, lanes) in totals.items()}
 
     def producers(self) -> list[Lane]:
-        """The lanes that run the target: those of producers, or of ranks that produce themselves."""
+        """The lanes that make batches, with the target or from its cache: producers, or ranks that do it themselves."""
         named = [lane for name, lane in self.lanes.items() if name.startswith("producer")]
-        return named or [lane for lane in self.lanes.values() if "target.model_forward" in lane]
+        stages = {*FORWARD_STAGES, *PACK_STAGES}
+        return named or [lane for lane in self.lanes.values() if not stages.isdisjoint(lane)]
 
     def target_utilization(self) -> float | None:
         """Busy share of the producers' busier thread; None where no process of this node produces."""
@@ -104,6 +110,10 @@ class Window:
             steps = self.batches / self.settings.ranks
             return min(1.0, self.group_wait / self.group_steps * steps / self.wall)
         return seconds(self.lanes.get("rank0", {}), ("drafter.queue_wait",)) / self.wall
+
+    def pauses(self) -> float:
+        """Seconds of rank 0 in validation, checkpoints and measurements of acceptance."""
+        return seconds(self.lanes.get("rank0", {}), PAUSES)
 
     def coverage(self) -> float:
         """Share of rank 0's main thread that its top-level spans explain."""
@@ -155,12 +165,16 @@ def holds_start_up(number: int, wall: float, lanes: dict[str, Lane]) -> bool:
     """Whether a window should not be judged: the first one, or one with a compilation in it."""
     if number == 0:
         return True
-    for lane in lanes.values():
-        for stage in _COMPILED:
-            item = lane.get(stage)
-            if item is not None and item.count > 2 and item.max > 10 * item.p50 and item.max > 0.05 * wall:
-                return True
-    return False
+
+    def stands_out(lane: Lane, stage: str) -> bool:
+        item = lane.get(stage)
+        return item is not None and item.count > 2 and item.max > 10 * item.p50 and item.max > 0.05 * wall
+
+    if any(stands_out(lane, stage) for lane in lanes.values() for stage in _COMPILED):
+        return True
+    # One rank's backward also holds the wait for the others, while rank 0 saves, say; compilation comes to all.
+    ranks = [lane for name, lane in lanes.items() if name.startswith("rank")]
+    return bool(ranks) and all(stands_out(lane, "drafter.backward") for lane in ranks)
 
 
 def steady(windows: Sequence[Window]) -> list[Window]:
@@ -231,7 +245,7 @@ def read_windows(folder: str | Path) -> list[Window]:
             continue
         try:
             window = Window.from_json(data)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise ValueError(f"{file}, line {number}: no profile window of this version ({error!r})") from error
         if window.number == 0:
             windows.clear()

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.profilers import SimpleProfiler
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dflash_lightning.callbacks import DrafterCheckpoint, StageProfilerCallback
@@ -186,8 +188,128 @@ def test_the_interval_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DFLASH_PROFILE_INTERVAL", "")
     assert StageProfilerCallback().profile_interval == 60
     monkeypatch.setenv("DFLASH_PROFILE_INTERVAL", "soon")
-    with pytest.raises(ValueError, match="'soon': give seconds"):
-        StageProfilerCallback()
+    for wrong in ("soon", "nan", "-3"):
+        monkeypatch.setenv("DFLASH_PROFILE_INTERVAL", wrong)
+        with pytest.raises(ValueError, match=f"DFLASH_PROFILE_INTERVAL={wrong}: give seconds"):
+            StageProfilerCallback()
+
+
+def test_a_second_profiler_is_refused(make_run, write_chats) -> None:
+    trainer, module, data = make_run(
+        write_chats(20), callbacks=[StageProfilerCallback(), StageProfilerCallback(5)], trainer_max_steps=1
+    )
+    with pytest.raises(ValueError, match="a second StageProfilerCallback"):
+        trainer.fit(module, datamodule=data)
+
+
+def test_every_logger_gets_every_scalar(make_run, write_chats, tmp_path: Path) -> None:
+    loggers = [TensorBoardLogger(str(tmp_path / name), name="", version="") for name in ("a", "b")]
+    loggers.append(CSVLogger(str(tmp_path / "c"), name="", version=""))
+    trainer, module, data = make_run(
+        write_chats(20), callbacks=[StageProfilerCallback(600)], trainer_max_steps=2, trainer_logger=loggers
+    )
+    trainer.fit(module, datamodule=data)
+    for name in ("a", "b"):
+        events = events_of(tmp_path / name)
+        assert len(events.Scalars("train/loss")) == 2
+        assert len(events.Scalars("profile/avg_ms/drafter.forward")) == 1
+        assert "profile/verdict/text_summary" in events.Tags()["tensors"]
+    header = (tmp_path / "c" / "metrics.csv").read_text().splitlines()[0]
+    assert "train/loss" in header
+    assert "profile/avg_ms/drafter.forward" in header
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_training(make_run, write_chats, monkeypatch) -> None:
+    def full(*_args) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("dflash_lightning.callbacks.stage_profiler.append_window", full)
+    trainer, module, data = make_run(write_chats(60), callbacks=[StageProfilerCallback(0.001)])
+    with pytest.warns(UserWarning, match=r"profile\.jsonl misses windows from now on: no space") as caught:
+        trainer.fit(module, datamodule=data)
+    assert trainer.global_step == 6
+    assert sum("profile.jsonl" in str(w.message) for w in caught) == 1, "said once"
+    assert len(events_of(trainer.default_root_dir).Scalars("profile/avg_ms/drafter.forward")) == 6
+
+
+def test_a_profile_that_cannot_be_drawn_hides_no_exception(make_run, write_chats, monkeypatch) -> None:
+    def broken(*_args) -> None:
+        raise ZeroDivisionError("a fault of the picture")
+
+    monkeypatch.setattr("dflash_lightning.callbacks.stage_profiler.draw_timeline", broken)
+    trainer, module, data = make_run(write_chats(60), callbacks=[StageProfilerCallback(600), Raise(3)])
+    with (
+        pytest.raises(RuntimeError, match="on purpose"),
+        pytest.warns(UserWarning, match="last profile window could not be written"),
+    ):
+        trainer.fit(module, datamodule=data)
+
+
+def test_an_exception_inside_an_accumulation_gives_no_second_point(make_run, write_chats) -> None:
+    options = {"trainer_accumulate_grad_batches": 2, "trainer_max_steps": 9, "trainer_max_epochs": -1}
+    trainer, module, data = make_run(write_chats(60), callbacks=[StageProfilerCallback(0.001), Raise(4)], **options)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.fit(module, datamodule=data)
+    assert [w.step for w in read_windows(trainer.default_root_dir) if w.batches] == [1, 2, 2]
+    points = events_of(trainer.default_root_dir).Scalars("profile/count/drafter.forward")
+    assert [e.step for e in points] == [1, 2]
+
+
+def test_validation_is_no_part_of_the_training_step(make_run, write_chats) -> None:
+    """Its own forward passes and layouts must not count as the step's; its time is a stage, without a gap before it."""
+    options = {"data_val": write_chats(30, "val.jsonl"), "trainer_val_check_interval": 2, "trainer_max_steps": 8}
+    trainer, module, data = make_run(
+        write_chats(60), callbacks=[StageProfilerCallback(600)], trainer_check_val_every_n_epoch=None,
+        trainer_num_sanity_val_steps=2, **options,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=data)
+    (window,) = read_windows(trainer.default_root_dir)
+    lane = window.lanes["rank0"]
+    assert lane["drafter.validation"].count == 4
+    for stage in ("drafter.forward", "dflash.layers", "dflash.loss", "dflash.create_block_mask_full"):
+        assert lane[stage].count == 8, stage
+    assert 8 <= lane["dflash.block_layout"].count <= 8 + 3, "those that lie ready, at most"
+    assert 0.98 <= window.coverage() <= 1.0
+
+
+def test_thousands_of_spans_in_a_step_are_all_counted(make_run, write_chats) -> None:
+    class Chatty(Callback):
+        def on_before_zero_grad(self, trainer, pl_module, optimizer) -> None:
+            for _ in range(3000):
+                process_stats().add("user.stage", 1e-6)
+
+    trainer, module, data = make_run(
+        write_chats(60), callbacks=[Chatty(), StageProfilerCallback(600)], trainer_max_steps=8
+    )
+    trainer.fit(module, datamodule=data)
+    (window,) = read_windows(trainer.default_root_dir)
+    assert window.lanes["rank0"]["user.stage"].count >= 8 * 3000
+    assert window.coverage() <= 1.0
+    assert window.group_wait == pytest.approx(window.lanes["rank0"]["drafter.queue_wait"].total, rel=0.01)
+
+
+def test_the_trainers_own_profiler_receives_the_main_threads_spans(make_run, write_chats) -> None:
+    profiler = SimpleProfiler()
+    options = {"data_val": write_chats(8, "val.jsonl"), "trainer_val_check_interval": 3}
+    trainer, module, data = make_run(
+        write_chats(60), callbacks=[StageProfilerCallback(600), DrafterCheckpoint(every_n_train_steps=2)],
+        trainer_check_val_every_n_epoch=None, trainer_profiler=profiler, **options,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=data)
+    main = INLINE_STAGES - {"target.load_batch", "target.model_forward", "target.pack_hidden", "dflash.block_layout"}
+    received = {name.removeprefix("[dflash]") for name in profiler.recorded_durations if name.startswith("[dflash]")}
+    assert received == main | {"drafter.checkpoint", "drafter.validation"}
+    (window,) = [w for w in read_windows(trainer.default_root_dir) if w.batches]
+    for stage in main:
+        ours = window.lanes["rank0"][stage]
+        assert len(profiler.recorded_durations[f"[dflash]{stage}"]) == ours.count, stage
+
+
+def test_what_wrapped_a_checkpoint_before_is_there_again(make_run, write_chats) -> None:
+    trainer, module, data = make_run(write_chats(20), callbacks=[StageProfilerCallback(600)], trainer_max_steps=1)
+    mine = trainer.save_checkpoint = lambda *args, **kwargs: None
+    trainer.fit(module, datamodule=data)
+    assert trainer.save_checkpoint is mine
 
 
 class FakePool:
@@ -211,7 +333,7 @@ class FakePool:
 def fake_trainer(folder: Path, source: FakePool, printed: list[str]) -> SimpleNamespace:
     data = SimpleNamespace(source=source, queue_state=lambda: (9, 60), target_devices=[0], queue_depth=60)
     return SimpleNamespace(
-        datamodule=data, global_rank=0, global_step=0, is_global_zero=True, logger=None, world_size=2,
+        datamodule=data, global_rank=0, global_step=0, is_global_zero=True, loggers=[], world_size=2, num_nodes=1,
         default_root_dir=str(folder), print=printed.append, save_checkpoint=lambda: None,
     )  # fmt: skip
 

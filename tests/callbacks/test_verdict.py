@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +98,9 @@ def test_warm_up_windows_are_left_out() -> None:
     assert not holds_start_up(1, 60, compiled)
     spike = compiled["rank0"]["drafter.forward"] + totals({"drafter.forward": 30.0}, 1)["drafter.forward"]
     assert holds_start_up(1, 60, {"rank0": {"drafter.forward": spike}})
+    wait, plain = {"drafter.backward": spike}, {"drafter.backward": compiled["rank0"]["drafter.forward"]}
+    assert holds_start_up(1, 60, {"rank0": wait, "rank1": wait}), "compiled on every rank"
+    assert not holds_start_up(1, 60, {"rank0": plain, "rank1": wait}), "rank 1 waits while rank 0 saves"
 
 
 @pytest.mark.parametrize(
@@ -173,13 +179,103 @@ def test_a_resumed_run_is_read_from_its_last_start_and_a_cut_line_is_passed_over
     [
         ("gpus=3", "unknown key"),
         ("devices=many", "give a number"),
-        ("devices=0", "at least 1"),
+        ("devices=0", "1 to 10000"),
+        ("target_devices=99999999", "0 to 10000"),
         ("queue_depth=2", "a slot"),
+        ("drafter.forward=nan", "finite"),
+        ("drafter.forward=inf", "finite"),
+        ("drafter.forward=-1", "at least 0"),
+        ("drafter.forward=fast", "give a number"),
+        ("drafter.queue_wait=0.1", "unknown key"),
+        ("dflash.layers=0.1", "unknown key"),
+        ("drafter.metrics_sync=0.1", "or a stage: .*drafter.forward"),
     ],
 )
 def test_what_cannot_be_planned_is_named(pair: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"(?s)--what-if.*{message}"):
-        profile_run.parse_what_if([pair], Settings(5, 3))
+    stages = {"drafter.forward", "drafter.queue_wait", "dflash.layers"}
+    with pytest.raises(ValueError, match=f"(?s)--what-if {pair}|--what-if queue_depth=2") as error:
+        profile_run.parse_what_if([pair], Settings(5, 3), stages)
+    assert re.search(message, str(error.value))
+
+
+def changed(item: Window, lane: str, stages: dict[str, StageTotal | None], **options) -> Window:
+    """The window with other stages in a lane; None takes one away."""
+    inside = {s: t for s, t in {**item.lanes[lane], **stages}.items() if t is not None}
+    return replace(item, lanes={**item.lanes, lane: inside}, **options)
+
+
+def test_a_partly_filled_cache_is_planned_with_what_a_batch_costs() -> None:
+    """Half of the batches need no forward: the target side can do twice as much."""
+    item = window(5, 3, busy=1.0, wait=0.3)
+    made = item.lanes["producer0"]["target.model_forward"].count
+    for number in range(5):
+        half = totals({"target.model_forward": FORWARD}, made // 2)
+        item = changed(item, f"producer{number}", half)
+    measured = measure(item)
+    assert measured.forward.mean == pytest.approx(FORWARD / 2, rel=0.1)
+    assert measure(item, means={"target.model_forward": 2 * FORWARD}).forward.mean == pytest.approx(FORWARD, rel=0.1)
+    whole = item
+    for number in range(5):
+        whole = changed(whole, f"producer{number}", {"target.model_forward": None})
+    assert judge([whole]).kind in ("drafter-bound", "transport-bound"), "a full cache runs no target at all"
+
+
+def test_another_mean_of_a_stage_that_is_not_in_every_step() -> None:
+    item = changed(window(5, 1, busy=0.5, wait=0.0), "rank0", totals({"drafter.metrics_sync": 4.0}, 4))
+    steps, before = 40, measure(item).step.mean
+    after = measure(item, means={"drafter.metrics_sync": 0.0}).step.mean
+    assert before - after == pytest.approx(4 * 4.0 / steps, rel=0.06), "by its share of the steps"
+
+
+def test_pauses_are_no_fault_of_the_transport() -> None:
+    plain = window(5, 3, busy=1.0, wait=1 - STEP / (FORWARD / 5 * 3))
+    pause = totals({"drafter.validation": 0.3 * plain.wall}, 1)
+    paused = changed(plain, "rank0", pause, wall=plain.wall + pause["drafter.validation"].total)
+    verdict, found = judge([plain]), judge([paused])
+    assert found.kind == verdict.kind == "target-bound"
+    assert found.pause_share == pytest.approx(0.23, abs=0.02)
+    assert found.drafter_capacity == pytest.approx(verdict.drafter_capacity, rel=0.03)
+    assert f"paused {found.pause_share:.0%} of the time" in found.text()
+    now = predict(measure(paused), paused.settings)
+    assert now.tokens_per_s == pytest.approx(paused.tokens / paused.wall, rel=0.05)
+
+
+def test_no_advice_costs_throughput() -> None:
+    for wait in (0.12, 0.3, 0.6):
+        assert all(action.gain >= -0.01 for action in judge([window(5, 3, busy=1.0, wait=wait)]).actions)
+
+
+def test_a_deep_queue_is_planned_in_seconds() -> None:
+    started = time.monotonic()
+    predict(measure(window(5, 3, busy=1.0, wait=0.3)), Settings(5, 3, queue_depth=10_000))
+    assert time.monotonic() - started < 20
+
+
+def test_a_run_without_a_verdict_still_shows_its_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    died = replace(window(5, 3, busy=1.0, wait=0.3, number=0), tokens=0, batches=0, closed_by="exception")
+    append_window(tmp_path, died)
+    assert main(["profile", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "target.model_forward" in text
+    assert "no verdict: no window holds" in text
+    assert main(["profile", str(tmp_path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["verdict"] is None
+    assert "no window holds" in shown["reason"]
+    assert main(["profile", str(tmp_path), "--what-if", "devices=2"]) == 2
+    assert "--what-if: nothing to predict from" in capsys.readouterr().err
+
+
+def test_a_run_from_a_full_cache_in_one_process_has_a_verdict() -> None:
+    lane = totals({"target.load_batch": 0.1, "target.pack_hidden": 0.2, "drafter.forward": 1.0}, 20)
+    assert judge([Window(1, 0.0, 25.0, 20, {"rank0": lane}, 2000, 20)]).kind == "drafter-bound"
+
+
+@pytest.mark.parametrize("line", ["[]", '{"number": 0, "lanes": {"rank0": {"s": [1]}}, "settings": {}}', "3"])
+def test_foreign_lines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture, line: str) -> None:
+    (tmp_path / PROFILE_FILE).write_text(line + "\n")
+    assert main(["profile", str(tmp_path)]) == 2
+    assert "line 1: no profile window of this version" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_profile_is_an_error_with_advice(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
