@@ -212,7 +212,8 @@ class DFlashModule(LightningModule):
     def settings(self) -> Settings:
         """What decides what this run learns, beside the drafter's config and the data; plain values."""
         optimizer = {} if self._optimizer_settings is None else self._optimizer_settings.settings
-        return {**self._settings, **trainer_settings(self.trainer), **optimizer}
+        trainer = {} if self._trainer is None else trainer_settings(self._trainer)
+        return {**self._settings, **trainer, **optimizer}
 
     # Steps.
 

@@ -89,11 +89,21 @@ class DFlashCLI(LightningCLI):
             if checkpoint is not None:
                 purge["purge_step"] = (checkpoint_step(checkpoint) or 0) + 1
             kwargs["logger"] = TensorBoardLogger(str(run_dir), name="", version="", default_hp_metric=False, **purge)
-        if config["enable_progress_bar"] is False:
-            self._parser(self.subcommand).callback_keys.remove("progress")
+        # Lightning refuses a trainer that is told to do without and given one.
+        for key, option in (("progress", "enable_progress_bar"), ("checkpoint", "enable_checkpointing")):
+            if config[option] is False:
+                self._parser(self.subcommand).callback_keys.remove(key)
+        self._step_before = 0 if checkpoint is None else checkpoint_step(checkpoint) or 0
+        if checkpoint is not None and self.subcommand == "fit" and self._get(self.config, "model").get("init_from"):
+            print("model.init_from is not read: the checkpoint's weights are trained on")
         plugins = config["plugins"] or []
         kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
         return super().instantiate_trainer(**kwargs)
+
+    def after_fit(self) -> None:
+        if self.trainer.global_step == self._step_before:
+            limits = f"trainer.max_steps={self.trainer.max_steps}, trainer.max_epochs={self.trainer.max_epochs}"
+            print(f"nothing was trained: the run stands at step {self._step_before} ({limits})")
 
     def after_validate(self) -> None:
         for name, value in sorted(self.trainer.callback_metrics.items()):

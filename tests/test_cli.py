@@ -155,18 +155,22 @@ def test_a_killed_run_resumes_bit_for_bit(write_config, write_chats: Callable[..
         assert got[tag][saved:] == expected[tag][saved:], tag
 
 
-def test_sigterm_saves_where_it_stands(write_config, write_chats: Callable[..., str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_sigterm_saves_where_it_stands(devices: int, write_config, write_chats, tmp_path: Path) -> None:
     """No step is lost when a cluster ends the job, and what follows equals the uninterrupted run."""
-    config = write_config(write_chats(60), trainer__max_steps=90, checkpoint__every_n_train_steps=7)
+    options = {"trainer__devices": devices, "data__target_devices": ["cpu"] if devices > 1 else []}
+    config = write_config(write_chats(60), trainer__max_steps=90, checkpoint__every_n_train_steps=7, **options)
     whole = dflash("fit", "--config", config, "--trainer.default_root_dir", tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr
 
     run = tmp_path / "run"
     process = start("fit", "--config", config)
     assert wait_for(lambda: steps_saved(run) >= 7 or process.poll() is not None, 120)
+    everyone = descendants(process.pid) | {process.pid}
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 143, output
+    assert wait_for(lambda: not any(Path(f"/proc/{p}/cmdline").exists() for p in everyone), 10), "orphans"
     saved = steps_saved(run)
     assert saved == len(read_scalars(run)["train/loss"]) < 90, "the last step that was trained"
     resumed = dflash("fit", "--config", config, "--ckpt_path", "last")
@@ -265,6 +269,28 @@ def test_bad_input_is_named_and_writes_nothing(case: str, write_config, write_ch
     for text in expected:
         assert text in error
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_run_without_checkpoints_and_one_with_nothing_left_to_train(
+    write_config, write_chats: Callable[..., str], tmp_path: Path, capsys
+) -> None:
+    from dflash_lightning.cli import main
+
+    argv, chats = sys.argv, write_chats(12)
+    try:
+        config = str(write_config(chats, trainer__max_steps=2))
+        bare = ["--trainer.default_root_dir", str(tmp_path / "bare"), "--trainer.enable_checkpointing", "false"]
+        assert main(["fit", "--config", config, *bare]) == 0
+        assert not (tmp_path / "bare" / "checkpoints").exists()
+        assert main(["fit", "--config", config]) == 0
+        last = str(tmp_path / "run" / "checkpoints" / "last.ckpt")
+        assert "nothing was trained" not in capsys.readouterr().out
+        assert main(["fit", "--config", config, "--ckpt_path", "last", "--model.init_from", last]) == 0
+        said = capsys.readouterr().out
+        assert "nothing was trained: the run stands at step 2 (trainer.max_steps=2" in said
+        assert "model.init_from is not read" in said
+    finally:
+        sys.argv = argv
 
 
 def test_resume_without_a_checkpoint_is_an_error(write_config, write_chats: Callable[..., str], tmp_path: Path) -> None:
