@@ -82,7 +82,9 @@ def main(argv: list[str]) -> int:
     add_target_argument(parser)
     parser.add_argument("--drafter", required=True, help="folder (hf or speculators layout) or checkpoint")
     parser.add_argument("--compare", nargs="+", default=[], metavar="DRAFTER", help="further drafters to compare with")
-    parser.add_argument("--prompts", nargs="+", default=[], help="conversations (all that data.train takes) or plain lines")
+    parser.add_argument(
+        "--prompts", nargs="+", default=[], help="conversations (all that data.train takes) or plain lines"
+    )
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt given here; repeatable")
     parser.add_argument("--chat", action="store_true", help="talk with the target instead; /reset, /quit or Ctrl-D")
     parser.add_argument("--system", default=None, metavar="TEXT", help="system message of the chat")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -19,10 +20,13 @@ _OPTIMIZER, _SCHEDULER = "model.optimizer", "model.scheduler"
 
 def plain(value: Any) -> Any:
     """`value` in types that a checkpoint loads with `weights_only=True`; of functions and objects the name alone."""
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | np.generic | np.ndarray):
         return value.tolist()
+    for kind in (int, float, str):  # a subclass (np.float64 is one) would not load again
+        if isinstance(value, kind):
+            return kind(value)
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
