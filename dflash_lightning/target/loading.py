@@ -53,7 +53,7 @@ def load_model(
 
     Raises:
         OSError: the target is no folder, no package and no reachable hub name.
-        ValueError: there is no such dtype or device.
+        ValueError: there is no such dtype or device, or the target's files lack weights of the model.
     """
     check_dtype("dtype", dtype)
     _check_device(device)
@@ -71,11 +71,28 @@ def load_model(
         if attn_implementation is not None:
             kwargs["attn_implementation"] = attn_implementation
         with _quiet():
-            model = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **kwargs)
+            model, report = loaded
     except OSError as error:
         raise OSError(f"target={target}: cannot load it as a folder, package or hub name: {error}") from error
+    _check_complete(target, model, report, num_layers == 0)
     nn.Module.to(model, device)
     return model.eval().requires_grad_(False)
+
+
+def _check_complete(target: str, model: PreTrainedModel, report: dict[str, Any], head_only: bool) -> None:
+    """transformers gives random values to weights that the files lack, with a warning alone."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        return  # its own tensors come in the place of the model's
+    unloaded = {*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])}
+    needed = dict(model.named_parameters())
+    if head_only:
+        head = FrozenHead.of(model)
+        parts = (head.embedding, head.lm_head, head.final_norm)
+        kept = {id(p) for part in parts if part is not None for p in part.parameters()}
+        needed = {name: p for name, p in needed.items() if id(p) in kept}
+    if lacking := sorted(unloaded & needed.keys()):
+        raise ValueError(f"target={target}: its files hold no fitting values for {', '.join(lacking[:5])}")
 
 
 @contextlib.contextmanager

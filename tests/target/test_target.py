@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dflash_lightning.drafter.objective import LMHead
@@ -155,6 +156,26 @@ def test_frozen_head_equals_the_whole_models(family: str, tmp_path: Path) -> Non
 def test_frozen_head_leaves_the_layers_on_disk(tiny_target: str) -> None:
     model = load_model(tiny_target, num_layers=0)
     assert sum(p.numel() for p in model.parameters()) == 2 * 260 * 32 + 32
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight", "model.layers.3.mlp.up_proj.weight"])
+@pytest.mark.parametrize("change", ["missing", "of another shape"])
+def test_weights_that_are_not_there_are_named(tiny_target: str, tmp_path: Path, name: str, change: str) -> None:
+    """transformers would train and decode with random ones."""
+    folder = tmp_path / "target"
+    shutil.copytree(tiny_target, folder)
+    weights = load_file(folder / "model.safetensors")
+    value = weights.pop(name)
+    if change != "missing":
+        weights[name] = torch.cat([value, value])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises((ValueError, RuntimeError), match=r"fitting values for|mismatched"):
+        load_model(str(folder))
+    if "layers" in name:
+        load_frozen_head(str(folder))
+    else:
+        with pytest.raises(ValueError, match=rf"no fitting values for {name}"):
+            load_frozen_head(str(folder))
 
 
 def test_bad_targets_are_named(tmp_path: Path, tiny_target: str) -> None:
