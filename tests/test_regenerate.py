@@ -81,8 +81,16 @@ def test_a_server_answers_turn_by_turn_and_nothing_is_asked_twice(server, tmp_pa
     assert rows["in.jsonl:4"]["truncated"]
 
     asked = len(seen)
+    kept = out.read_text()
     with out.open("a") as file:
         file.write('{"key": "cut off by a ki')
+    assert main(command) == 0
+    assert out.read_text() == kept
+    out.write_text(kept[:-1])  # an editor, or a kill in front of the line's end
+    assert main(command) == 0
+    assert out.read_text() == kept
+    without_keys = [{k: v for k, v in row.items() if k != "key"} for row in rows_of(out)]
+    out.write_text("".join(json.dumps(row) + "\n" for row in without_keys) + '{"id": "cut off by a ki')
     data.write_text(data.read_text() + "\n" + json.dumps({"prompt": "five"}))
     assert main(command) == 0
     assert len(seen) == asked + 1

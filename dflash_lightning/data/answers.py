@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from .messages import Message, SkipRow, parse_prompt
 from .readers import read_records
 
-_LINE_START = b'{"key": "'  # of every line of an output file
+_LINE_STARTS = (b'{"key": ', b'{"id": ')  # of the lines of an output file
 
 
 class Answer(NamedTuple):
@@ -123,24 +123,31 @@ def _key(name: str, turns: list[Message]) -> str:
 
 
 def finished_keys(file: BinaryIO, option: str = "--out") -> set[str]:
-    """Keys of the rows in an output file; a line that a kill cut off at its end is taken away.
+    """Keys of the rows in an output file (ids, where they have no key); a line that a kill cut off is taken away.
 
     Raises ValueError, and changes nothing, where the file holds anything else.
     """
     keys: set[str] = set()
-    whole = 0
+    whole, line = 0, b""
     for number, line in enumerate(file, 1):
-        if not line.endswith(b"\n") and line[: len(_LINE_START)] == _LINE_START[: len(line)]:
-            break
         try:
-            keys.add(json.loads(line)["key"])
+            row = json.loads(line)
+            if not isinstance(row["messages"], list):
+                raise TypeError
+            keys.add(row["key"] if "key" in row else row["id"])
         except (ValueError, TypeError, KeyError, RecursionError):
+            ours = number > 1 or any(line.startswith(s) or s.startswith(line) for s in _LINE_STARTS)
+            if ours and not line.endswith(b"\n"):
+                line = b""
+                break
             raise ValueError(
                 f"{option}={file.name}: line {number} was not written by `dflash regenerate`; give another file"
             ) from None
         whole += len(line)
     file.truncate(whole)
     file.seek(0, os.SEEK_END)
+    if line and not line.endswith(b"\n"):
+        file.write(b"\n")
     return keys
 
 
@@ -174,7 +181,7 @@ def regenerate(
         done = finished_keys(file)
         while True:
             while len(active) < answerer.concurrency and (row := next(waiting, None)) is not None:
-                if row.key in done:
+                if row.key in done or row.id in done:
                     summary.already += 1
                 elif row.advance():
                     done.add(row.key)
