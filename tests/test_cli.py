@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import logging
 import os
 import random
 import signal
@@ -11,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -46,10 +50,18 @@ def write_config(tiny_target: str, tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def dflash(*args: object, timeout: float = 150, **kwargs) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "dflash_lightning", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, **kwargs)
+def dflash(*args: object) -> SimpleNamespace:
+    """Run a command in this process: starting another takes longer than a small run does."""
+    from dflash_lightning.cli import main
+
+    argv, out, err = sys.argv, io.StringIO(), io.StringIO()
+    logging.raiseExceptions = False  # handlers may hold the captured stderr of an earlier test
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main([str(a) for a in args])
+    finally:
+        sys.argv, logging.raiseExceptions = argv, True
+    return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
 def start(*args: object, **kwargs) -> subprocess.Popen[str]:
@@ -98,8 +110,9 @@ def test_e09_fit_validate_resume_generate(
     config = write_config(
         write_chats(40), data__val=write_chats(8, "val.jsonl", offset=90), data__target_devices=["cpu"]
     )
-    fit = dflash("fit", "--config", config)
-    assert fit.returncode == 0, fit.stderr
+    fit = start("fit", "--config", config)
+    output = fit.communicate(timeout=150)[0]
+    assert fit.returncode == 0, output
     run = tmp_path / "run"
     assert (run / "config.yaml").is_file()
     assert (run / "checkpoints" / "last.ckpt").exists()
@@ -255,42 +268,30 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_is_named_and_writes_nothing(case: str, write_config, write_chats, tmp_path: Path, capsys) -> None:
-    from dflash_lightning.cli import main
-
+def test_bad_input_is_named_and_writes_nothing(case: str, write_config, write_chats, tmp_path: Path) -> None:
     changes, expected = BAD_INPUT[case]
-    config = write_config(write_chats(8), **changes)
-    argv = sys.argv
-    try:
-        assert main(["fit", "--config", str(config)]) == 2
-    finally:
-        sys.argv = argv
-    error = capsys.readouterr().err
+    found = dflash("fit", "--config", write_config(write_chats(8), **changes))
+    assert found.returncode == 2
     for text in expected:
-        assert text in error
+        assert text in found.stderr
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_run_without_checkpoints_and_one_with_nothing_left_to_train(
-    write_config, write_chats: Callable[..., str], tmp_path: Path, capsys
+    write_config, write_chats: Callable[..., str], tmp_path: Path
 ) -> None:
-    from dflash_lightning.cli import main
-
-    argv, chats = sys.argv, write_chats(12)
-    try:
-        config = str(write_config(chats, trainer__max_steps=2))
-        bare = ["--trainer.default_root_dir", str(tmp_path / "bare"), "--trainer.enable_checkpointing", "false"]
-        assert main(["fit", "--config", config, *bare]) == 0
-        assert not (tmp_path / "bare" / "checkpoints").exists()
-        assert main(["fit", "--config", config]) == 0
-        last = str(tmp_path / "run" / "checkpoints" / "last.ckpt")
-        assert "nothing was trained" not in capsys.readouterr().out
-        assert main(["fit", "--config", config, "--ckpt_path", "last", "--model.init_from", last]) == 0
-        said = capsys.readouterr().out
-        assert "nothing was trained: the run stands at step 2 (trainer.max_steps=2" in said
-        assert "model.init_from is not read" in said
-    finally:
-        sys.argv = argv
+    config = write_config(write_chats(12), trainer__max_steps=2)
+    bare = ["--trainer.default_root_dir", tmp_path / "bare", "--trainer.enable_checkpointing", "false"]
+    assert dflash("fit", "--config", config, *bare).returncode == 0
+    assert not (tmp_path / "bare" / "checkpoints").exists()
+    whole = dflash("fit", "--config", config)
+    assert whole.returncode == 0
+    assert "nothing was trained" not in whole.stdout
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    again = dflash("fit", "--config", config, "--ckpt_path", "last", "--model.init_from", last)
+    assert again.returncode == 0
+    assert "nothing was trained: the run stands at step 2 (trainer.max_steps=2" in again.stdout
+    assert "model.init_from is not read" in again.stdout
 
 
 def test_resume_without_a_checkpoint_is_an_error(write_config, write_chats: Callable[..., str], tmp_path: Path) -> None:
