@@ -86,8 +86,8 @@ class DrafterCheckpoint(ModelCheckpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
-        # A scheduler's way to end a job; training stands between two batches. The ranks notice it one after the other,
-        # so rank 0 saves alone: Lightning's own way would wait for the others.
+        # A scheduler's way to end a job; training stands between two batches. Rank 0 saves alone: nothing says that the
+        # other ranks have come here too, and Lightning's own way would wait for them.
         if not isinstance(exception, SIGTERMException) or not (trainer.training and trainer.is_global_zero):
             return
         if self._last_global_step_saved == trainer.global_step or trainer.global_step == 0:

@@ -245,9 +245,9 @@ class StageProfilerCallback(Callback):
         if writers:
             since, until = self._ends[0], self._ends[-1]
             picture = draw_timeline(self._events(trainer, since), since, until) if until > since else None
-            verdict = _verdict(self._windows)
+            since_start, verdict = self._since_start(), _verdict(self._windows)
             for writer in writers:
-                write_texts(writer, window, self._since_start(), verdict)
+                write_texts(writer, window, since_start, verdict)
                 if picture is not None:
                     writer.add_image("profile/timeline", picture, window.step, dataformats="HWC")
                 writer.flush()

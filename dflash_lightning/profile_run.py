@@ -22,8 +22,6 @@ _KEYS = {
     "prefetch": "prefetch",
     "reuse": "reuse",
 }
-
-
 _MOST = 10_000  # of any count
 
 
@@ -82,32 +80,26 @@ def parse_what_if(pairs: Sequence[str], now: Settings, stages: Container[str]) -
     """
     changed: dict[str, int] = {}
     means: dict[str, float] = {}
-    given: dict[str, str] = {}
     for pair in pairs:
         key, _, text = pair.partition("=")
         key = key.strip().removeprefix("data.").removeprefix("trainer.")
-        try:
-            if key in _KEYS:
-                changed[_KEYS[key]] = int(text)
-                given[_KEYS[key]] = pair
-            else:
-                means[key] = float(text)
-        except ValueError:
-            known = key in _KEYS or key in CHANGEABLE
-            problem = f"give a number after {key}=" if known else f"unknown key; use {', '.join(_KEYS)} or a stage"
-            raise ValueError(f"--what-if {pair}: {problem}") from None
-        if key in _KEYS:
-            continue
-        if key not in CHANGEABLE or key not in stages:
+        if key not in _KEYS and not (key in CHANGEABLE and key in stages):
             usable = ", ".join(stage for stage in CHANGEABLE if stage in stages)
             raise ValueError(f"--what-if {pair}: unknown key; use {', '.join(_KEYS)}, or a stage: {usable}")
-        if not 0 <= means[key] < math.inf:
-            raise ValueError(f"--what-if {pair}: a stage's mean is at least 0 seconds, and finite")
+        try:
+            value = int(text) if key in _KEYS else float(text)
+        except ValueError:
+            raise ValueError(f"--what-if {pair}: give a number after {key}=") from None
+        if isinstance(value, float):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"--what-if {pair}: a stage's mean is at least 0 seconds, and finite")
+            means[key] = value
+            continue
+        least = 0 if _KEYS[key] == "producers" else 1
+        if not least <= value <= _MOST:
+            raise ValueError(f"--what-if {pair}: {least} to {_MOST}")
+        changed[_KEYS[key]] = value
     settings = replace(now, **changed)
-    least = {"producers": 0}
-    for name, value in asdict(settings).items():
-        if name in given and not least.get(name, 1) <= value <= _MOST:
-            raise ValueError(f"--what-if {given[name]}: {least.get(name, 1)} to {_MOST}")
     if settings.producers and settings.queue_depth < settings.ranks:
         raise ValueError(f"--what-if queue_depth={settings.queue_depth}: {settings.ranks} ranks need a slot each")
     return settings, means

@@ -77,11 +77,8 @@ def _prompt(value: Any, where: str, group: str, fault: str = "not an object or a
         raise ValueError(f"{where}: {fault}")
     try:
         messages = parse_prompt(value)
-        json.dumps(messages, ensure_ascii=False, default=str).encode()
     except SkipRow as skipped:
         raise ValueError(f"{where}: {skipped}; give `messages` (role, content) or `prompt`") from None
-    except UnicodeEncodeError:
-        raise ValueError(f"{where}: the text is not valid Unicode (a lone surrogate)") from None
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not any(message["role"] == "user" for message in messages):

@@ -62,24 +62,23 @@ class OptimizerSettings:
         self._scheduler: LRScheduler | None = None
         self._places: dict[str, tuple[Any, str]] = {}  # where a setting lives, and its key or attribute there
         self.settings: Settings = {_OPTIMIZER: plain(type(optimizer)), _SCHEDULER: None}
-        for number, group in enumerate(optimizer.param_groups):
-            self._take(number, group, group.keys() - {"params"})
+        self._take_groups({"params"})
 
-    def _take(self, number: int, group: dict[str, Any], keys: Any) -> None:
-        prefix = f"{_OPTIMIZER}.group{number}" if len(self._optimizer.param_groups) > 1 else _OPTIMIZER
-        for key in sorted(keys):
-            self.settings[f"{prefix}.{key}"] = plain(group[key])
-            self._places[f"{prefix}.{key}"] = (number, key)
+    def _take_groups(self, skipped: set[str]) -> None:
+        """Take what the optimizer's groups hold and has not been taken yet."""
+        groups = self._optimizer.param_groups
+        for number, group in enumerate(groups):
+            prefix = f"{_OPTIMIZER}.group{number}" if len(groups) > 1 else _OPTIMIZER
+            for key in sorted(group.keys() - skipped):
+                if f"{prefix}.{key}" not in self.settings:
+                    self.settings[f"{prefix}.{key}"] = plain(group[key])
+                    self._places[f"{prefix}.{key}"] = (number, key)
 
     def add_scheduler(self, scheduler: LRScheduler) -> None:
         """Take the arguments of `scheduler` and of those inside it, as far as it keeps them."""
         self._scheduler = scheduler
         self.settings[_SCHEDULER] = plain(type(scheduler))
-        taken = {place for place in self._places.values() if isinstance(place[0], int)}
-        for number, group in enumerate(self._optimizer.param_groups):
-            # What a scheduler keeps in the groups (OneCycleLR: max_lr).
-            known = {key for n, key in taken if n == number}
-            self._take(number, group, group.keys() - known - {"params", "initial_lr"})
+        self._take_groups({"params", "initial_lr"})  # what a scheduler keeps there (OneCycleLR: max_lr)
         for number, part in enumerate(_parts(scheduler)):
             prefix = _SCHEDULER if number == 0 else f"{_SCHEDULER}.{number}"
             for name in inspect.signature(type(part)).parameters.keys() - {"optimizer", "last_epoch"}:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_lightning import regenerate
 from dflash_lightning.cli import main
 from dflash_lightning.data.answers import open_output
 
@@ -20,8 +21,9 @@ def rows_of(file: Path) -> list[dict]:
 
 
 @pytest.fixture
-def server():
+def server(monkeypatch):
     """A small OpenAI-compatible server that fails every third request once."""
+    monkeypatch.setattr(regenerate, "_BACKOFF_SECONDS", 0.01)
     seen: list[list[dict]] = []
     state = {"requests": 0, "broken": False}
 
@@ -56,10 +58,7 @@ def server():
     httpd.shutdown()
 
 
-def test_a_server_answers_turn_by_turn_and_nothing_is_asked_twice(server, tmp_path: Path, monkeypatch) -> None:
-    from dflash_lightning import regenerate
-
-    monkeypatch.setattr(regenerate, "_BACKOFF_SECONDS", 0.01)
+def test_a_server_answers_turn_by_turn_and_nothing_is_asked_twice(server, tmp_path: Path) -> None:
     url, seen, state = server
     chat = [
         {"role": "user", "content": "one"},
@@ -104,11 +103,8 @@ def test_a_server_answers_turn_by_turn_and_nothing_is_asked_twice(server, tmp_pa
     assert len(rows_of(out)) == 6
 
 
-def test_rows_are_told_apart_by_what_they_hold(server, tmp_path: Path, monkeypatch) -> None:
+def test_rows_are_told_apart_by_what_they_hold(server, tmp_path: Path) -> None:
     """One id twice, one file name in two folders: no row is taken for another, and none is asked twice."""
-    from dflash_lightning import regenerate
-
-    monkeypatch.setattr(regenerate, "_BACKOFF_SECONDS", 0.01)
     url, seen, _ = server
     files = [tmp_path / "a" / "in.jsonl", tmp_path / "b" / "in.jsonl"]
     for number, file in enumerate(files):
@@ -137,10 +133,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("system", [None, "Be brief."])
-def test_every_shape_of_conversation_is_asked(server, tmp_path: Path, monkeypatch, shape: str, system) -> None:
-    from dflash_lightning import regenerate
-
-    monkeypatch.setattr(regenerate, "_BACKOFF_SECONDS", 0.01)
+def test_every_shape_of_conversation_is_asked(server, tmp_path: Path, shape: str, system) -> None:
     url, seen, _ = server
     (tmp_path / "in.jsonl").write_text(json.dumps(SHAPES[shape] | ({"system": system} if system else {})))
     out = tmp_path / "out.jsonl"

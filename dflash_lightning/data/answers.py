@@ -99,10 +99,6 @@ def conversations(files: Iterable[Path], summary: Summary, option: str = "--data
 def _turns(value: dict[str, Any]) -> list[Message]:
     """Turns to go through; a user turn at the end is a question too."""
     messages = parse_prompt(value)
-    try:
-        json.dumps(messages, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError:
-        raise SkipRow("the text is not valid Unicode (a lone surrogate)") from None
     if messages[-1]["role"] == "user":
         messages = [*messages, {"role": "assistant", "content": ""}]
     turns = []

@@ -93,6 +93,10 @@ def parse_prompt(record: Mapping[str, Any]) -> list[Message]:
     messages = _conversation(record, _present(record), prompt_alone=True)
     if not messages:
         _skip("no conversation to answer")
+    try:
+        json.dumps(messages, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        _skip("the text is not valid Unicode (a lone surrogate)")
     return messages
 
 
